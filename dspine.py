@@ -1,0 +1,1162 @@
+"""DSpine: a parallel drafter for lossless speculative decoding, in one file.
+
+Paper: DSpine, arXiv 2609.36173. Section numbers ("sec. 5") below are those of README's summary,
+which follows the paper: 2 context, 3 backbone, 4 transfer space, 5 injection, 6 objective,
+7 transition cache, 8 verification, 9 checkpoint. Lossless rule: Leviathan et al. 2023
+(arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318).
+
+One draft step: the target has emitted a token it has not run yet, the ANCHOR, at position p. The
+draft sees the target's hidden states at positions < p (the CONTEXT) and a block of B inputs
+[anchor, mask, mask, ...]. One parallel forward yields hidden states for positions p+1 .. p+B-1.
+Each position still passes its forming prediction to its successor, after every layer, through a
+gated injection. A transition cache scores K candidates against K predecessors at every position,
+so that choosing the B-1 PROPOSALS is a walk of look-ups. The target runs [anchor, proposals]
+once, keeps the longest correct prefix and adds one token of its own: the next anchor.
+
+Symbols, used for shapes throughout:
+    N rows, A anchors (blocks) a row, B block size (1 anchor + T = B-1 proposals), S context length,
+    V vocabulary, H hidden size of target and draft, L draft layers, K candidates a position,
+    r rank of the transfer space, m message size, D head dimension, n tapped target layers.
+
+`import dspine` needs torch alone; transformers and safetensors are imported where they are used.
+"""
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# ---------------------------------------------------------------------------------------------
+# 1. Configuration (sec. 9: the published config.json)
+# ---------------------------------------------------------------------------------------------
+
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # those whose frequencies ignore the length
+
+
+def tapped_layers(num_target_layers: int, num_taps: int) -> list[int]:
+    """Target layers whose OUTPUT the draft reads (sec. 2): spread from layer 1 to layer T-3.
+
+    n = 1 gives [T // 2], else round(1 + i * (T - 4) / (n - 1)) for i = 0 .. n-1. The last layer is
+    never tapped: transformers reports it after the final norm, other engines before it.
+    """
+    last = num_target_layers - 4
+    ids = ([num_target_layers // 2] if num_taps == 1 else
+           [round(1 + i * last / (num_taps - 1)) for i in range(num_taps)])
+    if num_taps < 1 or len(set(ids)) < num_taps or not 0 <= min(ids) <= max(ids) < num_target_layers - 1:
+        raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap; "
+                         "give target_layer_ids or use fewer draft layers")
+    return ids
+
+
+@dataclass
+class DSpineConfig:
+    """Sizes and constants of a draft. Invalid values raise ValueError naming the field."""
+
+    # the target, which the draft must match
+    vocab_size: int                    # V, rows of the target's output head
+    hidden_size: int                   # H, shared: the draft uses the target's embedding and head
+    num_target_layers: int             # refuses a draft made for another depth
+    target_layer_ids: list[int]        # the n tapped layers; index l is the output of layer l
+    mask_token_id: int                 # its embedding is the input of every position to be drafted
+    # the backbone (sec. 3)
+    num_hidden_layers: int             # L
+    intermediate_size: int             # width of the SwiGLU MLP
+    num_attention_heads: int
+    num_key_value_heads: int           # grouped-query attention: fewer key/value heads
+    head_dim: int                      # D; may differ from hidden_size / heads
+    block_size: int = 16               # B: one anchor and B-1 proposals
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    max_position_embeddings: int = 32768
+    rope_parameters: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1e4})
+    # transfer space and injection (sec. 4, 5)
+    transfer_rank: int = 1024          # r: principal directions of the head that are kept
+    message_size: int = 512            # m: width of the gated message
+    top_k: int = 16                    # K: candidates a position; the cache is K x K
+    # objective (sec. 6)
+    ce_weight: float = 0.1             # the rest, 0.9, goes to the L1 distance to the target
+    alignment_weight: float = 0.5      # beta after its warm-up
+    alignment_warmup_steps: int = 146
+    replacement_layers: int = 3        # first layers that may read the true predecessor
+    replacement_probability: float = 0.5
+    replacement_hold_ratio: float = 1 / 6
+    replacement_end_ratio: float = 1 / 3
+    candidate_mass_threshold: float = 1e-4  # below it the target says nothing about the candidates
+    # ablations (not in published checkpoints; sec. 10: none + bidirectional + argmax is DFlash)
+    inject: str = "every"              # "every" layer | "last" | "none"
+    attention: str = "causal"          # inside the block: "causal" | "bidirectional"
+    select: str = "cache"              # "cache" | "argmax" of each position on its own
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "num_target_layers", "num_hidden_layers",
+                     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                     "transfer_rank", "message_size", "top_k", "alignment_warmup_steps"):
+            self._check(name, getattr(self, name) >= 1, "must be at least 1")
+        self._check("block_size", self.block_size >= 2, "must be at least 2 (one anchor, one proposal)")
+        self._check("head_dim", self.head_dim % 2 == 0, "must be even (rotary pairs)")
+        self._check("num_key_value_heads", self.num_attention_heads % self.num_key_value_heads == 0,
+                    f"must divide num_attention_heads = {self.num_attention_heads}")
+        self._check("top_k", self.top_k <= self.vocab_size, f"exceeds vocab_size = {self.vocab_size}")
+        self._check("transfer_rank", self.transfer_rank <= min(self.hidden_size, self.vocab_size),
+                    f"exceeds hidden_size = {self.hidden_size} or vocab_size = {self.vocab_size}")
+        self._check("mask_token_id", 0 <= self.mask_token_id < self.vocab_size,
+                    f"must be a row of the target's embedding, 0 .. {self.vocab_size - 1}; choose a special "
+                    "token that never occurs in text, such as a reserved or tool-call token")
+        taps = self.target_layer_ids
+        self._check("target_layer_ids", len(taps) > 0 and len(set(taps)) == len(taps)
+                    and all(0 <= i < self.num_target_layers - 1 for i in taps),
+                    f"must be distinct and in 0 .. {self.num_target_layers - 2} (the last layer's output is "
+                    "reported after the final norm by some engines and before it by others)")
+        for name in ("ce_weight", "replacement_probability", "replacement_hold_ratio", "replacement_end_ratio"):
+            self._check(name, 0 <= getattr(self, name) <= 1, "must lie in 0 .. 1")
+        for name, allowed in (("inject", ("every", "last", "none")), ("select", ("cache", "argmax")),
+                              ("attention", ("causal", "bidirectional"))):
+            self._check(name, getattr(self, name) in allowed, f"must be one of {allowed}")
+        rope = self.rope_parameters
+        self._check("rope_parameters", rope.get("rope_type") in ROPE_TYPES, f"needs a rope_type in {ROPE_TYPES}")
+        self._check("rope_parameters", rope.get("rope_theta", 0) > 0, "needs rope_theta")
+
+    def _check(self, name: str, ok: bool, why: str):
+        if not ok:
+            raise ValueError(f"DSpineConfig.{name} = {getattr(self, name)!r}: {why}")
+
+    @classmethod
+    def for_target(cls, target, num_hidden_layers: int = 3, **overrides) -> "DSpineConfig":
+        """Sizes that fit `target` (a transformers causal LM): its own layer shape, taps spread over it."""
+        c = target.config.get_text_config()
+        heads = c.num_attention_heads
+        special = {i for name in ("eos_token_id", "bos_token_id", "pad_token_id")
+                   for i in token_id_set(getattr(c, name, None))}
+        sizes = dict(
+            vocab_size=target.get_output_embeddings().weight.shape[0], hidden_size=c.hidden_size,
+            num_target_layers=c.num_hidden_layers, num_hidden_layers=num_hidden_layers,
+            intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+            num_attention_heads=heads, num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
+            head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+            rms_norm_eps=getattr(c, "rms_norm_eps", 1e-6), max_position_embeddings=c.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta":
+                             (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 1e4)})
+        sizes.update(overrides)
+        sizes.setdefault("target_layer_ids", tapped_layers(c.num_hidden_layers, num_hidden_layers))
+        if "mask_token_id" not in sizes or sizes["mask_token_id"] in special:
+            raise ValueError(f"mask_token_id = {sizes.get('mask_token_id')}: name a token id that never occurs in "
+                             f"text, such as a reserved token, and none of the target's own {sorted(special)}")
+        return cls(**sizes)
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "DSpineConfig":
+        """Read the published config.json, flat or nested under a key `config`, rope in v4 or v5 style."""
+        raw = raw.get("config", raw)
+        missing = [k for k in ("dflash_config", "dspine_config") if k not in raw]
+        if missing:
+            raise ValueError(f"config.json lacks {missing}: this is no DSpine draft")
+        flat = {**raw, **raw["dflash_config"], **raw["dspine_config"]}
+        if "rope_parameters" not in flat:  # transformers before 5: rope_theta beside rope_scaling
+            scaling = dict(flat.get("rope_scaling") or {})
+            scaling.setdefault("rope_type", scaling.pop("type", "default"))
+            flat["rope_parameters"] = {"rope_theta": flat.get("rope_theta", 0), **scaling}
+        sizes = {raw.get("block_size"), raw["dflash_config"].get("block_size")} - {None}
+        if len(sizes) != 1:
+            raise ValueError(f"config.json must state one block_size, found {sorted(sizes)}")
+        flat["block_size"] = sizes.pop()
+        if "head_dim" not in flat:
+            flat["head_dim"] = flat["hidden_size"] // flat["num_attention_heads"]
+        known = {f.name for f in fields(cls)}
+        try:
+            return cls(**{k: v for k, v in flat.items() if k in known})
+        except TypeError as error:  # a required field is absent; Python's message names it
+            raise ValueError(f"config.json: {error}") from None
+
+    def to_dict(self) -> dict:
+        """The published config.json. Ablation fields are written only where they leave the method."""
+        values = asdict(self)
+        dflash = {k: values.pop(k) for k in ("mask_token_id", "target_layer_ids")}
+        dspine = {k: values.pop(k) for k in (
+            "transfer_rank", "message_size", "top_k", "ce_weight", "alignment_weight", "alignment_warmup_steps",
+            "replacement_layers", "replacement_probability", "replacement_hold_ratio", "replacement_end_ratio",
+            "candidate_mass_threshold")}
+        for k, default in (("inject", "every"), ("attention", "causal"), ("select", "cache")):
+            if (value := values.pop(k)) != default:
+                dspine[k] = value
+        return {"architectures": ["DSpineDraftModel"], "model_type": "qwen3", **values, "hidden_act": "silu",
+                "layer_types": ["full_attention"] * self.num_hidden_layers, "tie_word_embeddings": False,
+                "dflash_config": {**dflash, "block_size": self.block_size}, "dspine_config": dspine}
+
+
+# ---------------------------------------------------------------------------------------------
+# 2. Backbone (sec. 3): Qwen3-style layers over [context; block]
+# ---------------------------------------------------------------------------------------------
+
+
+def rope_frequencies(config: DSpineConfig) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [D/2] and the factor on cos and sin (1 but for yarn)."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponent = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
+        return rope["rope_theta"] ** -exponent, 1.0
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    like = Qwen3Config(hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
+                       head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings,
+                       rope_parameters=dict(rope))
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](like, device="cpu")
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: x [N, heads, Q, D] with cos, sin [N, 1, Q, D]."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from the context and from the block."""
+
+    def __init__(self, c: DSpineConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, self.heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=c.attention_bias)
+        self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
+        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+
+    def keys_values(self, x, cos, sin):
+        """x [N, S, H] -> k, v [N, kv_heads, S, D]. The context comes in raw: no input_layernorm on it."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        return rotate(k, cos, sin), v
+
+    def forward(self, x, cos, sin, context_kv, mask):
+        """x [N, Q, H], context k and v [N, kv_heads, S, D], mask [N, 1, Q, S + Q] (True: visible)."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2)
+        k, v = self.keys_values(x, cos, sin)
+        k, v = (torch.cat((old.to(new.dtype), new), dim=2) for old, new in zip(context_kv, (k, v)))
+        q = rotate(q, cos, sin).to(v.dtype)
+        out = F.scaled_dot_product_attention(q, k.to(v.dtype), v, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
+        return self.o_proj(out.transpose(1, 2).flatten(2))                        # [N, Q, H]
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, c: DSpineConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c: DSpineConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x, cos, sin, context_kv, mask):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context_kv, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def block_mask(anchors: torch.Tensor, S: int, B: int, causal: bool = True) -> torch.Tensor:
+    """Who sees whom: anchors [N, A] -> [N, 1, A*B, S + A*B], True where visible.
+
+    A query of block j sees context positions < anchors[j] and, inside its own block only, the
+    positions up to itself (all of the block when not causal, as in DFlash).
+    """
+    A, device = anchors.shape[1], anchors.device
+    context = torch.arange(S, device=device) < anchors.repeat_interleave(B, dim=1)[..., None]  # [N, A*B, S]
+    i = torch.arange(A * B, device=device)
+    inside = i[:, None] // B == i // B                                                          # [A*B, A*B]
+    if causal:
+        inside = inside & (i <= i[:, None])
+    return torch.cat((context, inside.expand(len(anchors), -1, -1)), dim=-1)[:, None]
+
+
+# ---------------------------------------------------------------------------------------------
+# 3. Unified transfer space (sec. 4): PCA-whitened token codes from the target's head
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def transfer_space(lm_head: torch.Tensor, rank: int, chunk: int = 8192) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean [H], whitening directions U / sqrt(eigenvalues) [H, r] and basis U^T [r, H] of the head W [V, H].
+
+    With unit rows w_v/|w_v| and their mean removed, U are the top r eigenvectors of the scatter
+    matrix  sum_v x_v x_v^T  (not divided by V: the codes are normalised, so its scale is free).
+    Raises ValueError for a head with fewer than r positive eigenvalues.
+    """
+    V, H = lm_head.shape
+    rows = lambda i: F.normalize(lm_head[i:i + chunk].float(), dim=-1)            # [chunk, H]
+    mean = sum(rows(i).sum(0) for i in range(0, V, chunk)) / V                    # [H]
+    scatter = torch.zeros(H, H, device=lm_head.device)
+    for i in range(0, V, chunk):
+        x = rows(i) - mean
+        scatter += x.T @ x
+    values, vectors = torch.linalg.eigh(scatter)                                  # ascending
+    positive = int((values > values[-1] * H * torch.finfo(torch.float32).eps).sum())
+    if positive < rank:
+        raise ValueError(f"the target's head has {positive} positive eigenvalues, fewer than transfer_rank = {rank}; "
+                         f"use a transfer_rank of at most {positive}")
+    values, vectors = values[-rank:].flip(0), vectors[:, -rank:].flip(1)          # [r], [H, r]
+    return mean, vectors / values.sqrt(), vectors.T.contiguous()
+
+
+@torch.no_grad()
+def token_codes(lm_head: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, chunk: int = 8192) -> torch.Tensor:
+    """e(v) = normalize( (w_v/|w_v| - mean) @ U / sqrt(eigenvalues) ): one unit vector a token, [V, r]."""
+    return torch.cat([F.normalize((F.normalize(w.float(), dim=-1) - mean) @ directions, dim=-1)
+                      for w in lm_head.split(chunk)])
+
+
+# ---------------------------------------------------------------------------------------------
+# 4. Layer-wise gated adjacent injection (sec. 5)
+# ---------------------------------------------------------------------------------------------
+
+
+def unit_feature(h: torch.Tensor, readout: torch.Tensor) -> torch.Tensor:
+    """f = sqrt(r) * normalize(R h): h [.., H], R [r, H] -> [.., r]. Normalised in float32."""
+    f = F.linear(h, readout)
+    return (F.normalize(f.float(), dim=-1) * math.sqrt(f.shape[-1])).to(f.dtype)
+
+
+def gated_write(h, feature, prev, receiver_gate, predecessor_gate, bias, message, write):
+    """Add to each receiver the message of its predecessor; h [.., H], feature and prev [.., r].
+
+        gate  = sigmoid(G_r f + G_p prev + b)                                         [.., m]
+        delta = W (gate * M prev)                                                     [.., H]
+        h    <- h + (|h| / sqrt(H)) * delta
+    """
+    gate = torch.sigmoid(F.linear(feature, receiver_gate, bias) + F.linear(prev, predecessor_gate))
+    delta = F.linear(gate * F.linear(prev, message), write)
+    scale = h.float().norm(dim=-1, keepdim=True) / math.sqrt(h.shape[-1])
+    return h + (scale * delta).to(h.dtype)
+
+
+class Injection(nn.Module):
+    """Shared gate and message maps, one readout R_l and one write W_l a layer (published names)."""
+
+    def __init__(self, c: DSpineConfig):
+        super().__init__()
+        linear = lambda i, o: nn.Linear(i, o, bias=False)
+        self.readouts = nn.ModuleList(linear(c.hidden_size, c.transfer_rank) for _ in range(c.num_hidden_layers))
+        self.writes = nn.ModuleList(linear(c.message_size, c.hidden_size) for _ in range(c.num_hidden_layers))
+        self.message = linear(c.transfer_rank, c.message_size)
+        self.receiver_gate = linear(c.transfer_rank, c.message_size)
+        self.predecessor_gate = linear(c.transfer_rank, c.message_size)
+        self.bias = nn.Parameter(torch.zeros(c.message_size))
+
+    def feature(self, l: int, h: torch.Tensor) -> torch.Tensor:
+        return unit_feature(h, self.readouts[l].weight)
+
+    def write(self, l: int, h: torch.Tensor, prev: torch.Tensor, feature: torch.Tensor | None = None) -> torch.Tensor:
+        """h [.., H] after receiving from prev [.., r]."""
+        feature = self.feature(l, h) if feature is None else feature
+        return gated_write(h, feature, prev, self.receiver_gate.weight, self.predecessor_gate.weight,
+                           self.bias, self.message.weight, self.writes[l].weight)
+
+    def forward(self, l: int, h, anchor_code, true_prev=None, replace=None):
+        """h [.., B, H] -> [.., B, H]: every position receives from its left neighbour, all at once.
+
+        Position 1 receives the anchor's token code, sqrt(r) e(anchor) [.., r]; position t >= 2
+        receives f_{t-1}, read before anybody is updated. Row 0, the anchor, never changes. Where
+        `replace` [.., 1, 1] is True, true_prev [.., T, r] stands in for the predecessors (sec. 6).
+        """
+        receivers = h[..., 1:, :]                                                 # [.., T, H]
+        feature = self.feature(l, receivers)                                      # [.., T, r]
+        prev = torch.cat((anchor_code[..., None, :].to(feature.dtype), feature[..., :-1, :]), dim=-2)
+        if replace is not None:
+            prev = torch.where(replace, true_prev.to(prev.dtype), prev)
+        return torch.cat((h[..., :1, :], self.write(l, receivers, prev, feature)), dim=-2)
+
+
+# ---------------------------------------------------------------------------------------------
+# 5. The draft: parallel forward, refinement, transition cache
+# ---------------------------------------------------------------------------------------------
+
+
+class DraftOutput(NamedTuple):
+    hidden_states: torch.Tensor        # [N, A, B, H] after the last injection and `norm`
+    pre_injection: torch.Tensor        # [N, A, B, H] after the last layer, before its injection
+    layer_features: torch.Tensor       # [L, N, A, B, r] R_l of the updated h, length sqrt(r)
+
+
+class Proposal(NamedTuple):
+    tokens: torch.Tensor               # [T] proposed token ids
+    candidate_ids: torch.Tensor        # [T, K]
+    probs: torch.Tensor                # [T, K] the distribution over candidates each was drawn from
+
+
+class DraftState:
+    """What a draft keeps between steps: keys and values of the context, append-only (sec. 3).
+
+    They depend on accepted tokens only, so nothing is ever rolled back.
+    """
+
+    def __init__(self, embed: torch.Tensor, lm_head: torch.Tensor):
+        self.embed, self.lm_head = embed, lm_head      # [V, H] each, on the draft's device, in its dtype
+        self.keys_values: list | None = None           # per layer k, v [1, kv_heads, S, D]
+        self.length = 0                                # S
+
+
+class DSpine(nn.Module):
+    """The drafter. Holds no embedding and no head: both are the target's and are passed in."""
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        c = self.config = config
+        self.fc = nn.Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
+        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.injection = Injection(c)
+        self.register_buffer("transfer_codes", torch.zeros(c.vocab_size, c.transfer_rank))
+        self.register_buffer("transfer_ready", torch.tensor(False))
+        # what the slim checkpoint stores in place of the codes (set by set_transfer_space)
+        self.register_buffer("transfer_mean", None, persistent=False)             # [H]
+        self.register_buffer("transfer_directions", None, persistent=False)       # [H, r]
+        self.inv_freq, self.rope_scale = rope_frequencies(c)
+
+    @classmethod
+    @torch.no_grad()
+    def for_target(cls, config: DSpineConfig, target) -> "DSpine":
+        """A fresh draft (sec. 4, 5): random backbone, readouts at U^T, writes and predecessor gate at zero.
+
+        The injection then adds nothing, so an untrained draft is the plain causal backbone.
+        """
+        check_pair(config, target)
+        draft = cls(config)
+        for module in draft.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        lm_head = target.get_output_embeddings().weight
+        mean, directions, basis = (t.cpu() for t in transfer_space(lm_head, config.transfer_rank))
+        draft.set_transfer_space(lm_head, mean, directions)
+        for readout, write in zip(draft.injection.readouts, draft.injection.writes):
+            readout.weight.copy_(basis)
+            write.weight.zero_()
+        draft.injection.predecessor_gate.weight.zero_()
+        return draft
+
+    def set_transfer_space(self, lm_head, mean, directions):
+        """Fill the token codes from the head; mean [H] and directions [H, r] stay for save_pretrained."""
+        device = lm_head.device
+        self.transfer_mean, self.transfer_directions = mean.float(), directions.float()
+        codes = token_codes(lm_head.detach(), self.transfer_mean.to(device), self.transfer_directions.to(device))
+        self.transfer_codes.copy_(codes)
+        self.transfer_ready.fill_(True)
+
+    def code(self, ids: torch.Tensor) -> torch.Tensor:
+        """sqrt(r) e(v) for ids [..] -> [.., r]: the feature a decided token sends."""
+        return self.transfer_codes[ids] * math.sqrt(self.config.transfer_rank)
+
+    # -- parallel forward ---------------------------------------------------------------------
+
+    def encode_context(self, context_states: torch.Tensor) -> torch.Tensor:
+        """RMSNorm(fc(concatenated taps)): [N, S, n*H] -> [N, S, H] (sec. 2)."""
+        return self.hidden_norm(self.fc(context_states.to(self.fc.weight.dtype)))
+
+    def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [N, 1, Q, D] for absolute positions [N, Q]."""
+        angles = positions[:, None, :, None].float() * self.inv_freq.to(positions.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        dtype = self.fc.weight.dtype
+        return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
+
+    def context_keys_values(self, context_states: torch.Tensor, start: int = 0) -> list:
+        """Per layer k, v [N, kv_heads, S, D] of context states [N, S, n*H] at positions start .. start+S-1."""
+        context = self.encode_context(context_states)
+        N, S = context.shape[:2]
+        cos, sin = self.rope(torch.arange(start, start + S, device=context.device).expand(N, S))
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
+
+    def forward_blocks(self, x, anchors, keys_values, mask, anchor_code, true_prev=None, replace=None) -> DraftOutput:
+        """The layers and their injections over embedded blocks x [N, A, B, H]."""
+        c, (N, A, B, H) = self.config, x.shape
+        positions = (anchors[..., None] + torch.arange(B, device=x.device)).flatten(1)   # [N, A*B]
+        cos, sin = self.rope(positions)
+        features = []
+        for l, (layer, kv) in enumerate(zip(self.layers, keys_values)):
+            x = layer(x.view(N, A * B, H), cos, sin, kv, mask).view(N, A, B, H)
+            pre = x
+            if c.inject == "every" or (c.inject == "last" and l == c.num_hidden_layers - 1):
+                swap = replace if l < c.replacement_layers else None
+                x = self.injection(l, x, anchor_code, true_prev, swap)
+            features.append(self.injection.feature(l, x))
+        return DraftOutput(self.norm(x), pre, torch.stack(features))
+
+    def forward(self, block_ids, context_states, anchors, embed, replace=None) -> DraftOutput:
+        """Draft many blocks at once, as in training.
+
+        block_ids [N, A, B] holds the true tokens at anchors .. anchors+B-1, context_states
+        [N, S, n*H] the taps of every position, anchors [N, A] absolute positions; embed [V, H].
+        Block j sees context < anchors[j]. Of block_ids the forward reads column 0 (the anchor)
+        and, in blocks where replace [N, A] is True, the true predecessors (sec. 6).
+        """
+        c, (N, A, B) = self.config, block_ids.shape
+        S = context_states.shape[1]
+        if context_states.shape[-1] != self.fc.in_features or anchors.shape != (N, A):
+            raise ValueError(f"expected context_states [N, S, {self.fc.in_features}] and anchors {(N, A)}, got "
+                             f"{tuple(context_states.shape)} and {tuple(anchors.shape)}")
+        inputs = torch.full_like(block_ids, c.mask_token_id)
+        inputs[..., 0] = block_ids[..., 0]
+        codes = self.code(block_ids[..., :-1])                                    # [N, A, T, r] true predecessors
+        return self.forward_blocks(
+            F.embedding(inputs, embed).to(self.fc.weight.dtype), anchors, self.context_keys_values(context_states),
+            block_mask(anchors, S, B, c.attention == "causal"), codes[..., 0, :], codes,
+            None if replace is None else replace[..., None, None])
+
+    # -- token choice (sec. 7) ----------------------------------------------------------------
+
+    def refine(self, pre: torch.Tensor, prev_ids: torch.Tensor) -> torch.Tensor:
+        """Last-write refinement: norm(inject(pre, prev = sqrt(r) e(v))), the last write redone with a
+        real token. pre [.., H] and prev_ids [..] broadcast; returns [.., H]."""
+        if self.config.inject == "none":
+            return self.norm(pre).expand(*prev_ids.shape, -1)
+        return self.norm(self.injection.write(self.config.num_hidden_layers - 1, pre, self.code(prev_ids).to(pre.dtype)))
+
+    def transition_cache(self, pre, candidate_ids, anchor_ids, lm_head) -> torch.Tensor:
+        """Score every candidate under every possible predecessor, all positions in parallel.
+
+            cache[t, a, b] = lm_head[C_t[b]] . refine(pre_t, C_{t-1}[a])      at t = 1: refine(pre_1, anchor)
+
+        pre [.., T, H], candidate_ids [.., T, K], anchor_ids [..], lm_head [V, H] -> [.., T, K, K] float32.
+        """
+        first = anchor_ids[..., None, None].expand_as(candidate_ids[..., :1, :])
+        prev_ids = torch.cat((first, candidate_ids[..., :-1, :]), dim=-2)         # [.., T, K]
+        refined = self.refine(pre[..., None, :], prev_ids)                        # [.., T, K, H] by a
+        heads = lm_head[candidate_ids].to(refined.dtype)                          # [.., T, K, H] by b
+        return (refined @ heads.transpose(-1, -2)).float()
+
+    # -- incremental decoding -----------------------------------------------------------------
+
+    def start(self, target) -> DraftState:
+        """A fresh decoding state; the target's embedding and head are brought to the draft once."""
+        check_pair(self.config, target)
+        if not self.transfer_ready:
+            raise ValueError("the draft's token codes are not set: build it with DSpine.for_target or from_pretrained")
+        weight = self.fc.weight
+        return DraftState(*(m.weight.detach().to(weight.device, weight.dtype)
+                            for m in (target.get_input_embeddings(), target.get_output_embeddings())))
+
+    def extend_context(self, state: DraftState, context_states: torch.Tensor):
+        """Append the taps [s, n*H] of newly accepted positions to the context's keys and values."""
+        new = self.context_keys_values(context_states[None].to(self.fc.weight.device), state.length)
+        state.keys_values = new if state.keys_values is None else [
+            tuple(torch.cat(pair, dim=2) for pair in zip(old, add)) for old, add in zip(state.keys_values, new)]
+        state.length += len(context_states)
+
+    @torch.no_grad()
+    def propose(self, state: DraftState, context_states, anchor_id: int, length: int, *, temperature=0.0,
+                top_k=0, top_p=1.0, generator=None) -> Proposal:
+        """One draft step: append the new context, run [anchor, mask * length], choose `length` tokens.
+
+        context_states [s, n*H] are the taps of the positions accepted since the last step, so that
+        the context covers every position before the anchor. length <= block_size - 1. Raises
+        FloatingPointError when the draft's scores are not finite.
+        """
+        c, device = self.config, self.fc.weight.device
+        self.extend_context(state, context_states)
+        B = length + 1 if c.attention == "causal" else c.block_size  # a causal prefix needs no more
+        inputs = torch.full((1, 1, B), c.mask_token_id, device=device)
+        inputs[..., 0] = anchor_id
+        anchor = torch.tensor([anchor_id], device=device)
+        start = torch.tensor([[state.length]], device=device)
+        out = self.forward_blocks(F.embedding(inputs, state.embed), start, state.keys_values,
+                                  block_mask(start, state.length, B, c.attention == "causal"), self.code(anchor[None]))
+        hidden, pre = out.hidden_states[0, :, 1:length + 1], out.pre_injection[0, :, 1:length + 1]   # [1, T, H]
+        scores, candidate_ids = F.linear(hidden, state.lm_head).topk(c.top_k, dim=-1)                # [1, T, K]
+        if not scores.isfinite().all():
+            raise FloatingPointError("the draft's scores are not finite (float16 overflow?): use bfloat16 or float32")
+        if c.select == "argmax":  # one-hot proposals: sampling each position alone makes incoherent blocks
+            cache, temperature = scores[..., None, :].float().expand(-1, -1, c.top_k, -1), 0.0
+        else:
+            cache = self.transition_cache(pre, candidate_ids, anchor, state.lm_head)
+        tokens, _, probs = select_path(cache, candidate_ids, temperature, generator, top_k=top_k, top_p=top_p)
+        return Proposal(tokens[0], candidate_ids[0], probs[0])
+
+    def decoder(self, block_size: int | None = None):
+        """A callable for transformers: target.generate(**inputs, custom_generate=draft.decoder())."""
+        return _TransformersDecoder(self, block_size)
+
+    # -- checkpoints (sec. 9) -----------------------------------------------------------------
+
+    def save_pretrained(self, folder, slim: bool = False):
+        """Write config.json and model.safetensors; each to a temporary name first, then renamed.
+
+        slim leaves out transfer_codes [V, r] and stores the mean and directions they are rebuilt
+        from with the target's head at load: a few hundred kB instead of V*r numbers.
+        """
+        from safetensors.torch import save_file
+        tensors = {k: v.detach().contiguous() for k, v in self.state_dict().items()}
+        if slim:
+            if self.transfer_directions is None:
+                raise ValueError("slim needs the transfer mean and directions, which a published checkpoint does not "
+                                 "hold: load it with target=... or build the draft with DSpine.for_target")
+            del tensors["transfer_codes"], tensors["transfer_ready"]
+            tensors |= {"transfer_mean": self.transfer_mean, "transfer_directions": self.transfer_directions}
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {**self.config.to_dict(), "dtype": str(self.fc.weight.dtype).removeprefix("torch.")}
+        for name, write in (
+                ("config.json", lambda p: p.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")),
+                ("model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))):
+            part = folder / f"{name}.part{os.getpid()}"
+            try:
+                write(part)
+                os.replace(part, folder / name)
+            finally:
+                part.unlink(missing_ok=True)
+
+    @classmethod
+    def from_pretrained(cls, folder, target=None) -> "DSpine":
+        """Load a draft, published or slim. With `target` the pairing is checked and the draft takes the
+        target's dtype and device. Raises FileNotFoundError, or ValueError naming the tensors that
+        are missing, unexpected or of the wrong shape, or both sides of a pairing that does not fit."""
+        from safetensors.torch import load_file
+        folder = Path(folder)
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder} holds no {name}: not a DSpine draft (train one with train_small.py)")
+        config = DSpineConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        if target is not None:
+            check_pair(config, target)
+        tensors = load_file(folder / "model.safetensors")
+        if (folder / "transfer.safetensors").is_file():  # some releases keep the codes in a second file
+            tensors["transfer_codes"] = load_file(folder / "transfer.safetensors")["codes"]
+            tensors["transfer_ready"] = torch.tensor(True)
+        slim = {k: tensors.pop(k) for k in ("transfer_mean", "transfer_directions") if k in tensors}
+        with torch.device("meta"):
+            draft = cls(config)
+        expected = draft.state_dict()
+        if slim:
+            if target is None:
+                raise ValueError(f"{folder} is a slim draft: its token codes are rebuilt from the target's head, so "
+                                 "pass the target")
+            del expected["transfer_codes"], expected["transfer_ready"]
+        check_tensors(folder, tensors, {k: v.shape for k, v in expected.items()})
+        draft.load_state_dict(tensors, strict=False, assign=True)
+        if slim:
+            draft.transfer_codes = torch.empty(config.vocab_size, config.transfer_rank)
+            draft.transfer_ready = torch.tensor(False)
+            shapes = {"transfer_mean": (config.hidden_size,), "transfer_directions": (config.hidden_size, config.transfer_rank)}
+            check_tensors(folder, slim, shapes)
+            draft.set_transfer_space(target.get_output_embeddings().weight, slim["transfer_mean"], slim["transfer_directions"])
+        elif not draft.transfer_ready:
+            raise ValueError(f"{folder}: transfer_ready is false, the token codes were never computed")
+        draft.requires_grad_(False).eval()
+        return draft if target is None else draft.to(target.device, target.dtype)
+
+
+def check_tensors(folder, tensors: dict, shapes: dict):
+    """Raise one ValueError that names every missing, unexpected or wrongly shaped tensor."""
+    wrong = [f"missing {k}" for k in shapes if k not in tensors]
+    wrong += [f"unexpected {k}" for k in tensors if k not in shapes]
+    wrong += [f"{k} has shape {tuple(v.shape)}, expected {tuple(shapes[k])}" for k, v in tensors.items()
+              if k in shapes and tuple(v.shape) != tuple(shapes[k])]
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(f"{folder}/model.safetensors does not fit its config.json: {'; '.join(wrong[:8])}{more}")
+
+
+def check_pair(config: DSpineConfig, target):
+    """Refuse a draft made for another target, naming both values (ValueError)."""
+    head = target.get_output_embeddings()
+    if head is None or target.get_input_embeddings() is None:
+        raise ValueError(f"{type(target).__name__} has no embedding or output head: not a causal language model")
+    text = target.config.get_text_config()
+    for name, mine, theirs in (("hidden_size", config.hidden_size, head.weight.shape[1]),
+                               ("vocab_size", config.vocab_size, head.weight.shape[0]),
+                               ("num_target_layers", config.num_target_layers, text.num_hidden_layers)):
+        if mine != theirs:
+            raise ValueError(f"the draft was made for another target: its {name} is {mine}, the target's is {theirs}")
+
+
+# ---------------------------------------------------------------------------------------------
+# 6. Training objective (sec. 6)
+# ---------------------------------------------------------------------------------------------
+
+
+def alignment_beta(step: int, c: DSpineConfig) -> float:
+    """beta: linear from 0 to alignment_weight over alignment_warmup_steps optimizer steps."""
+    return c.alignment_weight * min(1.0, step / c.alignment_warmup_steps)
+
+
+def replacement_rate(progress: float, c: DSpineConfig) -> float:
+    """rho: replacement_probability until 1/6 of training, then linear to 0 at 1/3. progress in 0 .. 1."""
+    hold, end = c.replacement_hold_ratio, c.replacement_end_ratio
+    if progress < hold:
+        return c.replacement_probability
+    return c.replacement_probability * max(0.0, (end - progress) / max(end - hold, 1e-9))
+
+
+def sample_anchors(loss_mask: torch.Tensor, count: int, generator=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to `count` distinct anchors a row, where the FIRST proposal (position p+1) is supervised.
+
+    loss_mask [N, S] -> anchors [N, A] ascending, and valid [N, A]; rows with fewer anchors are
+    padded with invalid ones.
+    """
+    legal = F.pad(loss_mask[:, 1:], (0, 1)).bool()                                # [N, S]
+    A = max(1, min(count, int(legal.sum(1).max())))
+    rank = torch.rand(legal.shape, generator=generator, device=legal.device).masked_fill(~legal, 2.0)
+    anchors = rank.argsort(dim=1)[:, :A].sort(dim=1).values
+    return anchors, legal.gather(1, anchors)
+
+
+def gather_blocks(row: torch.Tensor, anchors: torch.Tensor, B: int) -> torch.Tensor:
+    """row [N, S, ..] at positions anchors .. anchors+B-1 -> [N, A, B, ..]; past the end: the last one."""
+    at = (anchors[..., None] + torch.arange(B, device=row.device)).clamp_(max=row.shape[1] - 1)
+    return row[torch.arange(len(row), device=row.device)[:, None, None], at]
+
+
+def supervised_slots(loss_mask: torch.Tensor, anchors: torch.Tensor, valid: torch.Tensor, B: int) -> torch.Tensor:
+    """[N, A, T]: slot t of a block is supervised while every token up to p+t is (sec. 6)."""
+    S = loss_mask.shape[1]
+    at = anchors[..., None] + torch.arange(1, B, device=anchors.device)           # [N, A, T]
+    inside = gather_blocks(loss_mask.bool(), anchors, B)[..., 1:] & (at < S)
+    return (inside & valid[..., None]).cumprod(dim=-1).bool()
+
+
+def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig, softcap: float | None = None):
+    """The four terms that look at logits, one value a token: ce, l1, ce', l1' as [4, tokens].
+
+        Q = softmax(W hidden), P = softmax(W teacher), y = label
+        ce  = -log Q(y)                              l1  = sum_v |Q(v) - P(v)|            (= 2 TV)
+        candidates = top-K of Q (no gradient through the choice), Q' = softmax of W[candidates] . refined
+        ce' = -log Q'(y) if y is a candidate, else 0
+        l1' = sum |Q' - P renormalised on the candidates|, 0 where its mass there is <= 1e-4
+
+    hidden, refined, teacher [tokens, H], labels [tokens]. `softcap` is the target's own cap on
+    its logits (Gemma): P is the distribution the target really samples from.
+    """
+    log_q = F.linear(hidden, lm_head).float().log_softmax(-1)                     # [tokens, V]
+    logits_p = F.linear(teacher, lm_head).float()
+    if softcap:
+        logits_p = softcap * torch.tanh(logits_p / softcap)
+    p = logits_p.softmax(-1)
+    ce = -log_q.gather(-1, labels[:, None])[:, 0]
+    l1 = (log_q.exp() - p).abs().sum(-1)
+    candidates = log_q.detach().topk(c.top_k, dim=-1).indices                     # [tokens, K]
+    log_q2 = (lm_head[candidates] @ refined[..., None].to(lm_head.dtype)).squeeze(-1).float().log_softmax(-1)
+    hit = candidates == labels[:, None]                                           # [tokens, K], at most one True
+    ce2 = -(log_q2 * hit).sum(-1)
+    p2 = p.gather(-1, candidates)
+    mass = p2.sum(-1, keepdim=True)
+    l12 = (log_q2.exp() - p2 / mass.clamp_min(1e-20)).abs().sum(-1)
+    return torch.stack((ce, l1, ce2, l12 * (mass[:, 0] > c.candidate_mass_threshold)))
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Weighted sums of vocabulary_losses [4], a chunk of tokens at a time.
+
+    The gradient of  coefficients . sums  is taken inside each chunk, so that [chunk, V] is all that is
+    ever alive. Only that combination is differentiable: backward reads the gradient of output 0.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, refined, labels, weights, teacher, lm_head, coefficients, config, softcap, chunk):
+        sums, grads = 0.0, ([], [])
+        for i in range(0, len(hidden), chunk):
+            part = slice(i, i + chunk)
+            with torch.enable_grad():
+                h, r = (x[part].detach().requires_grad_() for x in (hidden, refined))
+                losses = vocabulary_losses(h, r, labels[part], teacher[part], lm_head, config, softcap)
+                terms = losses @ weights[part]                                    # [4]
+                for out, g in zip(grads, torch.autograd.grad(coefficients @ terms, (h, r))):
+                    out.append(g)
+            sums = sums + terms.detach()
+        ctx.save_for_backward(*(torch.cat(g) for g in grads))
+        ctx.mark_non_differentiable(sums)
+        return coefficients @ sums, sums
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return *(g * grad for g in ctx.saved_tensors), *[None] * 8
+
+
+def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden, lm_head, *,
+              beta: float, ce_weight: float | None = None, softcap: float | None = None, chunk: int = 512):
+    """loss = a ce + (1-a) l1 + (a ce' + (1-a) l1') + beta * stopgrad(ce) * alignment, a = ce_weight.
+
+    All terms are means over supervised proposal tokens, weighted by w_t = exp(-(t-1)/7).
+    alignment = sum over layers of the mean of 1 - cos(feature_{l,t}, e(y_t)).
+
+    input_ids [N, S]; anchors [N, A]; supervised [N, A, T]; teacher_hidden [N, S, H] is the
+    target's last hidden state after its final norm. Returns the loss and a dict of detached
+    terms (with `weight`, the sum of w_t). Nothing supervised: a loss of 0 that has a gradient.
+    """
+    c, B = draft.config, out.hidden_states.shape[2]
+    keep = supervised.flatten().nonzero()[:, 0]                                   # tokens that count
+    blocks = gather_blocks(input_ids, anchors, B)                                 # [N, A, B]
+    pick = lambda x: x.flatten(0, 2)[keep]
+    labels = pick(blocks[..., 1:])                                                # [tokens]
+    w = torch.exp(-torch.arange(B - 1, device=labels.device) / 7).expand(supervised.shape).flatten()[keep]
+    if len(keep) == 0:
+        zero = (out.hidden_states.float().sum() + out.layer_features.float().sum()) * 0.0
+        return zero, dict.fromkeys(("ce", "l1", "refinement", "alignment", "weight"), 0.0)
+    total = w.sum()
+    refined = draft.refine(pick(out.pre_injection[..., 1:, :]), pick(blocks[..., :-1]))
+    teacher = pick(gather_blocks(teacher_hidden, anchors, B)[..., :-1, :])        # at the token before each label
+    a = c.ce_weight if ce_weight is None else ce_weight
+    coefficients = torch.tensor([a, 1 - a, a, 1 - a], device=w.device)
+    loss, (ce, l1, ce2, l12) = _ChunkedLosses.apply(
+        pick(out.hidden_states[..., 1:, :]), refined, labels, w / total, teacher, lm_head, coefficients, c, softcap, chunk)
+    target_codes = draft.transfer_codes[labels].float()                           # [tokens, r], length 1
+    cosine = torch.stack([F.cosine_similarity(pick(f[..., 1:, :]).float(), target_codes, dim=-1)
+                          for f in out.layer_features])                           # [L, tokens]
+    alignment = ((1 - cosine) @ w) / total                                        # [L]
+    loss = loss + beta * ce * alignment.sum()                                     # ce carries no gradient
+    return loss, {"ce": ce.item(), "l1": l1.item(), "refinement": (a * ce2 + (1 - a) * l12).item(),
+                  "alignment": alignment.sum().item(), "alignment_by_layer": alignment.tolist(), "weight": total.item()}
+
+
+# ---------------------------------------------------------------------------------------------
+# 7. Choosing tokens (sec. 7, 8)
+# ---------------------------------------------------------------------------------------------
+
+
+def sampling_distribution(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """The one filter: logits [.., V] -> probabilities, used for plain sampling, draft and verification.
+
+    Order as in transformers: temperature, then the top_k largest, then the smallest set whose mass
+    reaches top_p. Temperature 0 is a one-hot at the argmax.
+    """
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    logits = logits / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], -torch.inf)
+    if top_p < 1:
+        values, order = logits.sort(dim=-1, descending=True)
+        probs = values.softmax(-1)
+        drop = probs.cumsum(-1) - probs >= top_p                                  # mass before it suffices
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    return logits.softmax(-1)
+
+
+def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Sample by inversion: probs [.., V] (any positive sum) and uniform [..] in [0, 1) -> index [..].
+
+    The first index whose cumulative sum exceeds uniform * total: never one of probability zero.
+    """
+    cdf = probs.cumsum(-1)
+    return torch.searchsorted(cdf, uniform[..., None] * cdf[..., -1:], right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
+
+
+def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, *, top_k: int = 0, top_p: float = 1.0):
+    """Walk the transition cache left to right: look-ups only.
+
+    Row a of cache[t] belongs to the candidate chosen at t-1. Temperature 0 takes its argmax, else a
+    sample of softmax(row / temperature), filtered like the target's distribution.
+
+    cache [.., T, K, K], candidate_ids [.., T, K] -> tokens [.., T], rows [.., T] (the index chosen among
+    the candidates), probs [.., T, K] (the distribution it came from: what verification must use).
+    """
+    T, K = candidate_ids.shape[-2:]
+    row = torch.zeros(candidate_ids.shape[:-2], dtype=torch.long, device=cache.device)  # at t = 1 all rows agree
+    uniform = torch.rand((*row.shape, T), generator=generator, device=cache.device) if temperature > 0 else None
+    rows, probs = [], []
+    for t in range(T):
+        scores = cache[..., t, :, :].gather(-2, row[..., None, None].expand(*row.shape, 1, K)).squeeze(-2)  # [.., K]
+        q = sampling_distribution(scores, temperature, top_k, top_p)
+        row = inverse_cdf(q, uniform[..., t]) if temperature > 0 else scores.argmax(-1)
+        rows.append(row)
+        probs.append(q)
+    rows, probs = torch.stack(rows, -1), torch.stack(probs, -2)
+    return candidate_ids.gather(-1, rows[..., None]).squeeze(-1), rows, probs
+
+
+# ---------------------------------------------------------------------------------------------
+# 8. Verification (sec. 8): lossless
+# ---------------------------------------------------------------------------------------------
+
+
+def verify_greedy(logits: torch.Tensor, proposals: torch.Tensor) -> tuple[int, int]:
+    """Keep proposals [T] while they equal the target's argmax; logits [T+1, V] -> (accepted, next token)."""
+    best = logits.argmax(-1)                                                      # [T+1]
+    accepted = int((best[:-1] == proposals).cumprod(0).sum())
+    return accepted, int(best[accepted])
+
+
+def verify_sampled(target_probs, proposal: Proposal, uniform) -> tuple[int, int]:
+    """Rejection sampling (Leviathan et al.; Chen et al. 2023) with a K-sparse proposal distribution.
+
+        accept x_t with probability min(1, p(x_t) / q(x_t));
+        at the first refusal sample normalize(max(p - q, 0)), after a full block p of the last position.
+
+    target_probs [T+1, V] is the target after its filters, uniform [T+1] in [0, 1) decides the T
+    acceptances and the last draw. Returns (accepted, next token).
+    """
+    T = len(proposal.tokens)
+    p = target_probs[:T].gather(-1, proposal.tokens[:, None])[:, 0]               # [T]
+    q = (proposal.probs * (proposal.candidate_ids == proposal.tokens[:, None])).sum(-1)
+    accepted = int((uniform[:T] * q < p).cumprod(0).sum())
+    probs = target_probs[accepted]
+    if accepted < T:
+        residual = probs.scatter_add(0, proposal.candidate_ids[accepted], -proposal.probs[accepted].to(probs.dtype)).clamp_(min=0)
+        probs = residual if residual.sum() > 0 else probs  # rounding can empty it when p = q
+    return accepted, int(inverse_cdf(probs, uniform[T]))
+
+
+# ---------------------------------------------------------------------------------------------
+# 9. Decoding loop
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """What one target forward emitted (the first step: what prefill emitted)."""
+    tokens: list[int]
+    proposed: int = 0                  # tokens proposed to that forward
+    accepted: int = 0                  # how many of them the target kept, before any cut
+
+
+@dataclass
+class Statistics:
+    """Counts and seconds of one generation. Prefill is apart: its token is in new_tokens only."""
+    new_tokens: int = 0
+    target_forwards: int = 0           # after prefill
+    accept_lengths: list[int] = field(default_factory=list)  # tokens emitted by each of them
+    finish_reason: str = "length"      # or "eos"
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: tokens emitted per target forward, the bonus token counted, prefill's token not."""
+        return sum(self.accept_lengths) / max(1, self.target_forwards)
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """accept length -> number of forwards."""
+        return {n: self.accept_lengths.count(n) for n in sorted(set(self.accept_lengths))}
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens after the first over the seconds after prefill."""
+        return sum(self.accept_lengths) / max(1e-9, self.draft_seconds + self.verify_seconds)
+
+
+def token_id_set(ids) -> set[int]:
+    """None, one id, or several (list, tensor) -> a set."""
+    if ids is None:
+        return set()
+    ids = ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids
+    return {int(i) for i in ([ids] if isinstance(ids, int) else ids)}
+
+
+class TargetRunner:
+    """The target's forward over a cache that can be rolled back; keeps only the tapped hidden states."""
+
+    def __init__(self, target, target_layer_ids=()):
+        from transformers import DynamicCache
+        self.target, self.taps = target, list(target_layer_ids)
+        self.cache = DynamicCache(config=target.config)
+
+    def __call__(self, ids: torch.Tensor, logits_to_keep: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """ids [1, s] -> logits [logits_to_keep, V] (float32 or wider) and taps [s, n*H]."""
+        out = self.target(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=logits_to_keep,
+                          output_hidden_states=bool(self.taps))
+        self.cache = out.cache
+        taps = torch.cat([out.hidden_states[l + 1][0] for l in self.taps], dim=-1) if self.taps else None
+        logits = out.logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), taps
+
+    def begin_rollback(self):
+        """Called after prefill: from here on forwards may be undone. ValueError where they can not be."""
+        if not self.cache.is_croppable:
+            kinds = sorted({type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable})
+            raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled back ({', '.join(kinds)}), "
+                             "so rejected proposals would stay in it: speculative decoding is not lossless here")
+        self.cache.activate_past_recording()
+
+    def rollback(self, count: int):
+        """Forget the last `count` tokens. Also called with 0: sliding windows trim themselves here."""
+        self.cache.crop(-count)
+
+
+def check_request(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, block_size) -> int:
+    """Refuse what the loop can not do (ValueError); returns the block size."""
+    trained = draft.config.block_size if draft is not None else 2
+    block_size = trained if block_size is None else block_size
+    V, S = target.get_input_embeddings().weight.shape[0], input_ids.shape[-1]
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    for bad, why in (
+            (input_ids.dim() != 2 or input_ids.shape[0] != 1, f"input_ids must be [1, S] (batch size 1 only), got {tuple(input_ids.shape)}"),
+            (S == 0, "the prompt is empty: give at least one token (this target's tokenizer adds none)"),
+            (S and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < V, f"input_ids must lie in 0 .. {V - 1}"),
+            (max_new_tokens < 0, f"max_new_tokens = {max_new_tokens}: must not be negative"),
+            (limit and S + max_new_tokens > limit, f"the prompt ({S} tokens) and max_new_tokens = {max_new_tokens} exceed "
+                                                   f"the target's {limit} positions: shorten either"),
+            (not 0 <= temperature < math.inf, f"temperature = {temperature}: must be 0 or positive"),
+            (top_k < 0, f"top_k = {top_k}: must be 0 (off) or positive"),
+            (not 0 < top_p <= 1, f"top_p = {top_p}: must lie in (0, 1]"),
+            (not 2 <= block_size <= trained, f"block_size = {block_size}: must lie in 2 .. {trained}, the trained one")):
+        if bad:
+            raise ValueError(why)
+    return block_size
+
+
+@torch.no_grad()
+def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size, generator):
+    """The one loop: draft, verify, roll back. Without a draft it proposes nothing: plain decoding."""
+    block_size = check_request(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, block_size)
+    stats, eos = Statistics(), token_id_set(eos_token_ids)
+    if max_new_tokens == 0:
+        return stats
+    device, input_ids = target.get_input_embeddings().weight.device, input_ids.to(target.device)
+    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def emit(tokens: list[int]) -> list[int]:
+        """Cut at the budget and behind the first end-of-sequence token, whichever comes first."""
+        tokens = tokens[:max_new_tokens - stats.new_tokens]
+        stop = next((i for i, token in enumerate(tokens) if token in eos), None)
+        if stop is not None:
+            tokens, stats.finish_reason = tokens[:stop + 1], "eos"
+        stats.new_tokens += len(tokens)
+        return tokens
+
+    began = clock()
+    runner = TargetRunner(target, draft.config.target_layer_ids if draft is not None else ())
+    logits, taps = runner(input_ids, logits_to_keep=1)
+    if draft is not None:
+        state = draft.start(target)
+        runner.begin_rollback()
+    if temperature == 0:
+        anchor = int(logits[-1].argmax())
+    else:
+        uniform = torch.rand((), generator=generator, device=logits.device)
+        anchor = int(inverse_cdf(sampling_distribution(logits[-1], **filters), uniform))
+    stats.prefill_seconds = clock() - began
+    yield Step(emit([anchor]))
+
+    while stats.finish_reason != "eos" and stats.new_tokens < max_new_tokens:
+        began = clock()
+        # every forward adds a token of the target's own: leave room for it in the budget
+        length = min(block_size - 1, max_new_tokens - stats.new_tokens - 1) if draft is not None else 0
+        proposals = torch.empty(0, dtype=torch.long, device=device)
+        if length > 0:
+            proposal = draft.propose(state, taps, anchor, length, **filters, generator=generator)
+            proposal = Proposal(*(x.to(logits.device) for x in proposal))
+            proposals = proposal.tokens
+        drafted = clock()
+        block = torch.cat((proposals.new_tensor([anchor]), proposals.to(device)))[None]
+        logits, taps = runner(block, logits_to_keep=length + 1)                   # [length + 1, V]
+        if temperature == 0:
+            accepted, bonus = verify_greedy(logits, proposals)
+        else:
+            probs = sampling_distribution(logits, **filters)
+            uniform = torch.rand(length + 1, generator=generator, device=probs.device)
+            accepted, bonus = (verify_sampled(probs, proposal, uniform) if length else
+                               (0, int(inverse_cdf(probs[0], uniform[0]))))
+        if draft is not None:
+            runner.rollback(length - accepted)
+            taps = taps[:accepted + 1]                                            # the anchor and what was kept
+        anchor = bonus
+        verified = clock()
+        stats.draft_seconds += drafted - began
+        stats.verify_seconds += verified - drafted
+        tokens = emit(proposals[:accepted].tolist() + [bonus])
+        stats.target_forwards += 1
+        stats.accept_lengths.append(len(tokens))
+        yield Step(tokens, proposed=length, accepted=accepted)
+    return stats
+
+
+def generate(target, draft: DSpine, input_ids, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
+             top_p: float = 1.0, eos_token_ids=(), block_size: int | None = None, generator=None):
+    """DSpine decoding: a generator of Steps whose return value is Statistics (see `collect`).
+
+    input_ids [1, S]. Emits max_new_tokens tokens, or fewer where one of eos_token_ids comes first
+    (it is the last token then). Temperature 0 emits what generate_plain emits, token for token
+    (in float32; in bfloat16 near-ties may fall either way, since a block of B rows is summed in
+    another order than one row); otherwise tokens have the target's filtered distribution.
+    Raises ValueError for requests it can not serve and targets whose cache can not be rolled back.
+    """
+    return _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size, generator)
+
+
+def generate_plain(target, input_ids, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
+                   top_p: float = 1.0, eos_token_ids=(), generator=None):
+    """The same loop without a draft: one token a target forward."""
+    return _decode(target, None, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, None, generator)
+
+
+def collect(steps) -> tuple[list[int], Statistics]:
+    """Run a generator of Steps to its end: all tokens, and the statistics it returned."""
+    tokens = []
+    while True:
+        try:
+            tokens += next(steps).tokens
+        except StopIteration as end:
+            return tokens, end.value
+
+
+class _TransformersDecoder:
+    """The loop behind transformers' own generate: called once its arguments are prepared.
+
+    Honours generation_config, stopping_criteria and streamers. Whatever the loop does not do is
+    refused by name. `statistics` holds those of the last complete call.
+    """
+
+    FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
+    REFUSED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing")
+
+    def __init__(self, draft: DSpine, block_size: int | None):
+        self.draft, self.block_size, self.statistics = draft, block_size, None
+
+    def __call__(self, model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None,
+                 synced_gpus=False, streamer=None, **model_kwargs):
+        c, mask, cache = generation_config, model_kwargs.get("attention_mask"), model_kwargs.get("cache")
+        refused = [type(p).__name__ for p in logits_processor or () if type(p).__name__ not in self.FILTERS]
+        refused += [f"{k}={getattr(c, k)}" for k in ("num_beams", "num_return_sequences") if getattr(c, k, None) not in (None, 1)]
+        refused += [k for k in self.REFUSED if getattr(c, k, False)]
+        refused += ["batch size > 1"] if input_ids.shape[0] != 1 else []
+        refused += ["padding in attention_mask"] if mask is not None and not bool(mask.all()) else []
+        refused += ["inputs_embeds"] if model_kwargs.get("inputs_embeds") is not None else []
+        refused += ["a filled cache"] if cache is not None and cache.get_seq_length() > 0 else []
+        if refused:
+            raise ValueError(f"DSpine decoding does not implement: {', '.join(refused)}")
+        sampled = bool(c.do_sample)
+        steps = generate(
+            model, self.draft, input_ids, max_new_tokens=c.max_length - input_ids.shape[1], block_size=self.block_size,
+            temperature=(c.temperature or 1.0) if sampled else 0.0, top_k=(c.top_k or 0) if sampled else 0,
+            top_p=(c.top_p or 1.0) if sampled else 1.0, eos_token_ids=c.eos_token_id)
+        ids, stopped = input_ids, False
+        while not stopped:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                self.statistics = end.value
+                break
+            for token in step.tokens:
+                ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
+                if streamer is not None:
+                    streamer.put(ids[0, -1:].cpu())
+                if stopping_criteria and bool(stopping_criteria(ids, None).all()):
+                    stopped = True
+                    break
+        if streamer is not None:
+            streamer.end()
+        if c.return_dict_in_generate:
+            from transformers.generation import GenerateDecoderOnlyOutput
+            return GenerateDecoderOnlyOutput(sequences=ids)
+        return ids
