@@ -453,7 +453,7 @@ class DSpine(nn.Module):
     def set_transfer_space(self, lm_head, mean, directions):
         """Fill the token codes from the head; mean [H] and directions [H, r] stay for save_pretrained."""
         device = lm_head.device
-        self.transfer_mean, self.transfer_directions = mean.float(), directions.float()
+        self.transfer_mean, self.transfer_directions = mean.float(), directions.float().contiguous()
         codes = token_codes(lm_head.detach(), self.transfer_mean.to(device), self.transfer_directions.to(device))
         self.transfer_codes.copy_(codes)
         self.transfer_ready.fill_(True)
