@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 # ---------------------------------------------------------------------------------------------
@@ -730,7 +731,7 @@ def supervised_slots(loss_mask: torch.Tensor, anchors: torch.Tensor, valid: torc
 
 
 def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig, softcap: float | None = None):
-    """The four terms that look at logits, one value a token: ce, l1, ce', l1' as [4, tokens].
+    """The four terms that look at logits, a value a token: ce, l1, ce', l1' as [4, tokens]; candidates.
 
         Q = softmax(W hidden), P = softmax(W teacher), y = label
         ce  = -log Q(y)                              l1  = sum_v |Q(v) - P(v)|            (= 2 TV)
@@ -742,84 +743,93 @@ def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig
     its logits (Gemma): P is the distribution the target really samples from.
     """
     log_q = F.linear(hidden, lm_head).float().log_softmax(-1)                     # [tokens, V]
-    logits_p = F.linear(teacher, lm_head).float()
-    if softcap:
-        logits_p = softcap * torch.tanh(logits_p / softcap)
-    p = logits_p.softmax(-1)
+    p = teacher_distribution(teacher, lm_head, softcap)                           # [tokens, V]
     ce = -log_q.gather(-1, labels[:, None])[:, 0]
     l1 = (log_q.exp() - p).abs().sum(-1)
     candidates = log_q.detach().topk(c.top_k, dim=-1).indices                     # [tokens, K]
-    log_q2 = (lm_head[candidates] @ refined[..., None].to(lm_head.dtype)).squeeze(-1).float().log_softmax(-1)
-    hit = candidates == labels[:, None]                                           # [tokens, K], at most one True
-    ce2 = -(log_q2 * hit).sum(-1)
-    p2 = p.gather(-1, candidates)
-    mass = p2.sum(-1, keepdim=True)
-    l12 = (log_q2.exp() - p2 / mass.clamp_min(1e-20)).abs().sum(-1)
-    return torch.stack((ce, l1, ce2, l12 * (mass[:, 0] > c.candidate_mass_threshold)))
+    ce2, l12 = candidate_losses(refined, labels, candidates, p.gather(-1, candidates), lm_head, c)
+    return torch.stack((ce, l1, ce2, l12)), candidates
 
 
-class _ChunkedLosses(torch.autograd.Function):
-    """Weighted sums of vocabulary_losses [4], a chunk of tokens at a time.
+def teacher_distribution(teacher, lm_head, softcap: float | None = None) -> torch.Tensor:
+    """P = softmax(W teacher): [.., H] -> [.., V] in float32."""
+    logits = F.linear(teacher, lm_head).float()
+    return (softcap * torch.tanh(logits / softcap) if softcap else logits).softmax(-1)
 
-    The gradient of  coefficients . sums  is taken inside each chunk, so that [chunk, V] is all that is
-    ever alive. Only that combination is differentiable: backward reads the gradient of output 0.
+
+def candidate_losses(refined, labels, candidates, p, lm_head, c: DSpineConfig):
+    """ce' and l1' of vocabulary_losses, [tokens] each; candidates and their target probabilities p [tokens, K]."""
+    scores = (lm_head[candidates] @ refined[..., None].to(lm_head.dtype))[..., 0]  # [tokens, K]
+    log_q = scores.float().log_softmax(-1)
+    ce = -(log_q * (candidates == labels[:, None])).sum(-1)                       # at most one is the label
+    mass = p.sum(-1, keepdim=True)
+    l1 = (log_q.exp() - p / mass.clamp_min(1e-20)).abs().sum(-1)
+    return ce, l1 * (mass[:, 0] > c.candidate_mass_threshold)
+
+
+def chunked_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap, chunk):
+    """a ce + (1-a) l1 + a ce' + (1-a) l1' summed with `weights` [tokens]; the four sums; candidates.
+
+    Plain twin of train_small's fused one. teacher [U, H] holds each target position once, index
+    [tokens] (ascending) points into it. Checkpointing recomputes a chunk's logits in the backward
+    pass, so that no [tokens, V] tensor outlives its chunk.
     """
+    sums, candidates = 0.0, []
+    for part in torch.arange(len(labels), device=labels.device).split(chunk):
+        losses, top = torch.utils.checkpoint.checkpoint(
+            vocabulary_losses, hidden[part], refined[part], labels[part], teacher[index[part]], lm_head, c, softcap,
+            use_reentrant=False)
+        sums = sums + losses @ weights[part]                                      # [4]
+        candidates.append(top)
+    return sums @ sums.new_tensor([a, 1 - a, a, 1 - a]), sums.detach(), torch.cat(candidates)
 
-    @staticmethod
-    def forward(ctx, hidden, refined, labels, weights, teacher, lm_head, coefficients, config, softcap, chunk):
-        sums, grads = 0.0, ([], [])
-        for i in range(0, len(hidden), chunk):
-            part = slice(i, i + chunk)
-            with torch.enable_grad():
-                h, r = (x[part].detach().requires_grad_() for x in (hidden, refined))
-                losses = vocabulary_losses(h, r, labels[part], teacher[part], lm_head, config, softcap)
-                terms = losses @ weights[part]                                    # [4]
-                for out, g in zip(grads, torch.autograd.grad(coefficients @ terms, (h, r))):
-                    out.append(g)
-            sums = sums + terms.detach()
-        ctx.save_for_backward(*(torch.cat(g) for g in grads))
-        ctx.mark_non_differentiable(sums)
-        return coefficients @ sums, sums
 
-    @staticmethod
-    def backward(ctx, grad, _):
-        return *(g * grad for g in ctx.saved_tensors), *[None] * 8
+def cosine_alignment(features, labels, codes) -> torch.Tensor:
+    """1 - cos(feature, e(y)): features [L, tokens, r], labels [tokens], codes [V, r] -> [L, tokens]."""
+    return 1 - F.cosine_similarity(features.float(), codes[labels].float(), dim=-1)
 
 
 def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden, lm_head, *,
-              beta: float, ce_weight: float | None = None, softcap: float | None = None, chunk: int = 512):
+              beta: float, ce_weight: float | None = None, softcap: float | None = None, chunk: int = 512,
+              losses=chunked_losses, alignment=cosine_alignment):
     """loss = a ce + (1-a) l1 + (a ce' + (1-a) l1') + beta * stopgrad(ce) * alignment, a = ce_weight.
 
-    All terms are means over supervised proposal tokens, weighted by w_t = exp(-(t-1)/7).
-    alignment = sum over layers of the mean of 1 - cos(feature_{l,t}, e(y_t)).
+    All terms are means over supervised proposal tokens, weighted by w_t = exp(-(t-1)/7);
+    alignment is such a mean a layer, summed over layers.
 
     input_ids [N, S]; anchors [N, A]; supervised [N, A, T]; teacher_hidden [N, S, H] is the
     target's last hidden state after its final norm. Returns the loss and a dict of detached
     terms (with `weight`, the sum of w_t). Nothing supervised: a loss of 0 that has a gradient.
     """
-    c, B = draft.config, out.hidden_states.shape[2]
-    keep = supervised.flatten().nonzero()[:, 0]                                   # tokens that count
-    blocks = gather_blocks(input_ids, anchors, B)                                 # [N, A, B]
-    pick = lambda x: x.flatten(0, 2)[keep]
-    labels = pick(blocks[..., 1:])                                                # [tokens]
-    w = torch.exp(-torch.arange(B - 1, device=labels.device) / 7).expand(supervised.shape).flatten()[keep]
+    c, B, S = draft.config, out.hidden_states.shape[2], input_ids.shape[1]
+    a = c.ce_weight if ce_weight is None else ce_weight
+    slot = torch.arange(B - 1, device=anchors.device)                             # t - 1
+    rows = torch.arange(len(anchors), device=anchors.device)[:, None, None] * S
+    before = (rows + (anchors[..., None] + slot).clamp(max=S - 1)).flatten()      # flat position of P_t: p + t - 1
+    keep = supervised.flatten().nonzero()[:, 0]                                   # tokens that count,
+    keep = keep[before[keep].argsort(stable=True)]                                # by target position
     if len(keep) == 0:
         zero = (out.hidden_states.float().sum() + out.layer_features.float().sum()) * 0.0
-        return zero, dict.fromkeys(("ce", "l1", "refinement", "alignment", "weight"), 0.0)
+        return zero, {"ce": 0.0, "l1": 0.0, "refinement": 0.0, "alignment": 0.0, "weight": 0.0, "tokens": 0}
+    pick = lambda x: x.flatten(0, 2)[keep]
+    blocks = gather_blocks(input_ids, anchors, B)                                 # [N, A, B]
+    labels, slot = pick(blocks[..., 1:]), pick(slot.expand(supervised.shape))     # [tokens]
+    w = torch.exp(-slot / 7)
     total = w.sum()
     refined = draft.refine(pick(out.pre_injection[..., 1:, :]), pick(blocks[..., :-1]))
-    teacher = pick(gather_blocks(teacher_hidden, anchors, B)[..., :-1, :])        # at the token before each label
-    a = c.ce_weight if ce_weight is None else ce_weight
-    coefficients = torch.tensor([a, 1 - a, a, 1 - a], device=w.device)
-    loss, (ce, l1, ce2, l12) = _ChunkedLosses.apply(
-        pick(out.hidden_states[..., 1:, :]), refined, labels, w / total, teacher, lm_head, coefficients, c, softcap, chunk)
-    target_codes = draft.transfer_codes[labels].float()                           # [tokens, r], length 1
-    cosine = torch.stack([F.cosine_similarity(pick(f[..., 1:, :]).float(), target_codes, dim=-1)
-                          for f in out.layer_features])                           # [L, tokens]
-    alignment = ((1 - cosine) @ w) / total                                        # [L]
-    loss = loss + beta * ce * alignment.sum()                                     # ce carries no gradient
+    position, index = before[keep].unique_consecutive(return_inverse=True)
+    loss, (ce, l1, ce2, l12), candidates = losses(
+        pick(out.hidden_states[..., 1:, :]), refined, labels, w / total, teacher_hidden.flatten(0, 1)[position], index,
+        lm_head, c, a, softcap, chunk)
+    features = torch.stack([pick(f[..., 1:, :]) for f in out.layer_features])     # [L, tokens, r]
+    align = alignment(features, labels, draft.transfer_codes) @ (w / total)       # [L]
+    loss = loss + beta * ce * align.sum()                                         # ce carries no gradient
+    top1 = (candidates[:, 0] == labels).float()
     return loss, {"ce": ce.item(), "l1": l1.item(), "refinement": (a * ce2 + (1 - a) * l12).item(),
-                  "alignment": alignment.sum().item(), "alignment_by_layer": alignment.tolist(), "weight": total.item()}
+                  "alignment": align.sum().item(), "alignment_by_layer": align.tolist(),
+                  "top1_by_slot": [top1[slot == t].mean().item() for t in range(B - 1)],
+                  "coverage": (candidates == labels[:, None]).any(-1).float().mean().item(),
+                  "weight": total.item(), "tokens": len(keep)}
 
 
 # ---------------------------------------------------------------------------------------------
