@@ -931,6 +931,7 @@ class Step:
     tokens: list[int]
     proposed: int = 0                  # tokens proposed to that forward
     accepted: int = 0                  # how many of them the target kept, before any cut
+    source: str = "target"             # who proposed: "draft" | "copy"; "target" where nothing was
 
 
 @dataclass
@@ -939,6 +940,7 @@ class Statistics:
     new_tokens: int = 0
     target_forwards: int = 0           # after prefill
     accept_lengths: list[int] = field(default_factory=list)  # tokens emitted by each of them
+    emitted_by: dict[str, int] = field(default_factory=lambda: {"draft": 0, "copy": 0, "target": 0})
     finish_reason: str = "length"      # or "eos"
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -998,37 +1000,77 @@ class TargetRunner:
         self.cache.crop(-count)
 
 
+class CopyIndex:
+    """Proposals copied from the text so far: what followed the last occurrence of its final n-gram.
+
+    A departure from the paper, off by default. Appending and looking up take constant time; memory
+    is linear in the text. The longest of `sizes` that matches decides.
+    """
+
+    def __init__(self, tokens: list[int], sizes: tuple[int, ...] = (3, 2)):
+        self.sizes, self.tokens, self.follows = sizes, [], {}
+        self.extend(tokens)
+
+    def extend(self, tokens: list[int]):
+        for token in tokens:
+            for n in self.sizes:
+                if len(self.tokens) >= n:  # this token follows the n-gram before it
+                    self.follows[tuple(self.tokens[-n:])] = len(self.tokens)
+            self.tokens.append(token)
+
+    def propose(self, length: int) -> list[int]:
+        """Up to `length` tokens, none without a match. A copy that reaches the end goes round."""
+        at = next((self.follows[gram] for n in self.sizes
+                   if (gram := tuple(self.tokens[-n:])) in self.follows), None)
+        if at is None:
+            return []
+        period = len(self.tokens) - at
+        return [self.tokens[at + i % period] for i in range(length)]
+
+
+def copy_proposal(tokens: list[int], device) -> Proposal:
+    """Copied tokens as proposals of probability one: K = 1."""
+    tokens = torch.tensor(tokens, dtype=torch.long, device=device)
+    return Proposal(tokens, tokens[:, None], torch.ones(len(tokens), 1, device=device))
+
+
 def check_request(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, block_size) -> int:
     """Refuse what the loop can not do (ValueError); returns the block size."""
-    trained = draft.config.block_size if draft is not None else 2
+    trained = draft.config.block_size if draft is not None else 16
     block_size = trained if block_size is None else block_size
     V, S = target.get_input_embeddings().weight.shape[0], input_ids.shape[-1]
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     for bad, why in (
-            (input_ids.dim() != 2 or input_ids.shape[0] != 1, f"input_ids must be [1, S] (batch size 1 only), got {tuple(input_ids.shape)}"),
-            (S == 0, "the prompt is empty: give at least one token (this target's tokenizer adds none)"),
-            (S and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < V, f"input_ids must lie in 0 .. {V - 1}"),
+            (input_ids.dim() != 2 or input_ids.shape[0] != 1,
+             f"input_ids must be [1, S] (batch size 1 only), got {tuple(input_ids.shape)}"),
+            (S == 0, "the prompt is empty: give at least one token"),
+            (S and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < V,
+             f"input_ids must lie in 0 .. {V - 1}"),
             (max_new_tokens < 0, f"max_new_tokens = {max_new_tokens}: must not be negative"),
-            (limit and S + max_new_tokens > limit, f"the prompt ({S} tokens) and max_new_tokens = {max_new_tokens} exceed "
-                                                   f"the target's {limit} positions: shorten either"),
+            (limit and S + max_new_tokens > limit,
+             f"the prompt ({S} tokens) and max_new_tokens = {max_new_tokens} exceed the target's {limit} "
+             "positions: shorten either"),
             (not 0 <= temperature < math.inf, f"temperature = {temperature}: must be 0 or positive"),
             (top_k < 0, f"top_k = {top_k}: must be 0 (off) or positive"),
             (not 0 < top_p <= 1, f"top_p = {top_p}: must lie in (0, 1]"),
-            (not 2 <= block_size <= trained, f"block_size = {block_size}: must lie in 2 .. {trained}, the trained one")):
+            (not 2 <= block_size <= trained,
+             f"block_size = {block_size}: must lie in 2 .. {trained}, the trained one")):
         if bad:
             raise ValueError(why)
     return block_size
 
 
 @torch.no_grad()
-def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size, generator):
-    """The one loop: draft, verify, roll back. Without a draft it proposes nothing: plain decoding."""
+def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size,
+            generator, copy):
+    """The one loop: propose, verify, roll back. Without draft and copy it proposes nothing: plain decoding."""
     block_size = check_request(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, block_size)
     stats, eos = Statistics(), token_id_set(eos_token_ids)
     if max_new_tokens == 0:
         return stats
     device, input_ids = target.get_input_embeddings().weight.device, input_ids.to(target.device)
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    nothing = copy_proposal([], device)
 
     def clock() -> float:
         if device.type == "cuda":
@@ -1047,8 +1089,10 @@ def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p,
     began = clock()
     runner = TargetRunner(target, draft.config.target_layer_ids if draft is not None else ())
     logits, taps = runner(input_ids, logits_to_keep=1)
-    if draft is not None:
-        state = draft.start(target)
+    waiting = [taps]                                     # taps the draft has not read yet
+    state = draft.start(target) if draft is not None else None
+    index = CopyIndex(input_ids[0].tolist()) if copy else None
+    if draft is not None or copy:
         runner.begin_rollback()
     if temperature == 0:
         anchor = int(logits[-1].argmax())
@@ -1056,58 +1100,72 @@ def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p,
         uniform = torch.rand((), generator=generator, device=logits.device)
         anchor = int(inverse_cdf(sampling_distribution(logits[-1], **filters), uniform))
     stats.prefill_seconds = clock() - began
-    yield Step(emit([anchor]))
+    tokens = emit([anchor])
+    stats.emitted_by["target"] += 1
+    yield Step(tokens)
 
+    kept = {"draft": 0.0, "copy": float(block_size)}     # running means of accepted proposals
     while stats.finish_reason != "eos" and stats.new_tokens < max_new_tokens:
         began = clock()
         # every forward adds a token of the target's own: leave room for it in the budget
-        length = min(block_size - 1, max_new_tokens - stats.new_tokens - 1) if draft is not None else 0
-        proposals = torch.empty(0, dtype=torch.long, device=device)
-        if length > 0:
-            proposal = draft.propose(state, taps, anchor, length, **filters, generator=generator)
-            proposal = Proposal(*(x.to(logits.device) for x in proposal))
-            proposals = proposal.tokens
+        length = min(block_size - 1, max_new_tokens - stats.new_tokens - 1)
+        proposal, source = nothing, "target"
+        if copy:
+            index.extend(tokens)
+            # a copy that keeps less than the draft does is worth its round only where it is the sole one
+            if length > 0 and (draft is None or kept["copy"] >= kept["draft"]) and (found := index.propose(length)):
+                proposal, source = copy_proposal(found, device), "copy"
+        if source == "target" and draft is not None and length > 0:
+            proposal = draft.propose(state, torch.cat(waiting), anchor, length, **filters, generator=generator)
+            proposal, source, waiting = Proposal(*(x.to(logits.device) for x in proposal)), "draft", []
+        proposed = len(proposal.tokens)
         drafted = clock()
-        block = torch.cat((proposals.new_tensor([anchor]), proposals.to(device)))[None]
-        logits, taps = runner(block, logits_to_keep=length + 1)                   # [length + 1, V]
+        block = torch.cat((proposal.tokens.new_tensor([anchor]), proposal.tokens)).to(device)[None]
+        logits, taps = runner(block, logits_to_keep=proposed + 1)                 # [proposed + 1, V]
         if temperature == 0:
-            accepted, bonus = verify_greedy(logits, proposals)
+            accepted, anchor = verify_greedy(logits, proposal.tokens)
         else:
-            probs = sampling_distribution(logits, **filters)
-            uniform = torch.rand(length + 1, generator=generator, device=probs.device)
-            accepted, bonus = (verify_sampled(probs, proposal, uniform) if length else
-                               (0, int(inverse_cdf(probs[0], uniform[0]))))
+            uniform = torch.rand(proposed + 1, generator=generator, device=logits.device)
+            accepted, anchor = verify_sampled(sampling_distribution(logits, **filters), proposal, uniform)
+        if draft is not None or copy:
+            runner.rollback(proposed - accepted)
         if draft is not None:
-            runner.rollback(length - accepted)
-            taps = taps[:accepted + 1]                                            # the anchor and what was kept
-        anchor = bonus
+            waiting.append(taps[:accepted + 1])          # of the old anchor and of what was kept
         verified = clock()
         stats.draft_seconds += drafted - began
         stats.verify_seconds += verified - drafted
-        tokens = emit(proposals[:accepted].tolist() + [bonus])
+        tokens = emit(proposal.tokens[:accepted].tolist() + [anchor])
         stats.target_forwards += 1
         stats.accept_lengths.append(len(tokens))
-        yield Step(tokens, proposed=length, accepted=accepted)
+        stats.emitted_by[source] += min(accepted, len(tokens))
+        stats.emitted_by["target"] += len(tokens) - min(accepted, len(tokens))
+        if proposed:
+            kept[source] += 0.2 * (accepted - kept[source])
+        yield Step(tokens, proposed, accepted, source)
     return stats
 
 
-def generate(target, draft: DSpine, input_ids, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
-             top_p: float = 1.0, eos_token_ids=(), block_size: int | None = None, generator=None):
+def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
+             top_p: float = 1.0, eos_token_ids=(), block_size: int | None = None, generator=None, copy: bool = False):
     """DSpine decoding: a generator of Steps whose return value is Statistics (see `collect`).
 
     input_ids [1, S]. Emits max_new_tokens tokens, or fewer where one of eos_token_ids comes first
     (it is the last token then). Temperature 0 emits what generate_plain emits, token for token
     (in float32; in bfloat16 near-ties may fall either way, since a block of B rows is summed in
     another order than one row); otherwise tokens have the target's filtered distribution.
-    Raises ValueError for requests it can not serve and targets whose cache can not be rolled back.
+    copy=True lets rounds whose text repeats itself copy instead of draft (CopyIndex); with draft
+    None it copies only. Raises ValueError for requests it can not serve and for targets whose
+    cache can not be rolled back.
     """
-    return _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size, generator)
+    return _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size,
+                   generator, copy)
 
 
 def generate_plain(target, input_ids, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
                    top_p: float = 1.0, eos_token_ids=(), generator=None):
-    """The same loop without a draft: one token a target forward."""
-    return _decode(target, None, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, None, generator)
+    """The same loop with nothing to propose: one token a target forward."""
+    return _decode(target, None, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, None,
+                   generator, False)
 
 
 def collect(steps) -> tuple[list[int], Statistics]:
