@@ -573,20 +573,23 @@ class DSpine(nn.Module):
         B = length + 1 if c.attention == "causal" else c.block_size  # a causal prefix needs no more
         inputs = torch.full((1, 1, B), c.mask_token_id, device=device)
         inputs[..., 0] = anchor_id
-        anchor = torch.tensor([anchor_id], device=device)
         start = torch.tensor([[state.length]], device=device)
-        out = self.forward_blocks(F.embedding(inputs, state.embed), start, state.keys_values,
-                                  block_mask(start, state.length, B, c.attention == "causal"), self.code(anchor[None]))
-        hidden, pre = out.hidden_states[0, :, 1:length + 1], out.pre_injection[0, :, 1:length + 1]   # [1, T, H]
-        scores, candidate_ids = F.linear(hidden, state.lm_head).topk(c.top_k, dim=-1)                # [1, T, K]
+        out = self.forward_blocks(
+            F.embedding(inputs, state.embed), start, state.keys_values,
+            block_mask(start, state.length, B, c.attention == "causal"), self.code(inputs[..., 0]))
+        slots = slice(1, length + 1)
+        hidden, pre = out.hidden_states[0, 0, slots], out.pre_injection[0, 0, slots]  # [T, H]
+        scores, candidate_ids = F.linear(hidden, state.lm_head).topk(c.top_k, dim=-1)  # [T, K]
         if not scores.isfinite().all():
-            raise FloatingPointError("the draft's scores are not finite (float16 overflow?): use bfloat16 or float32")
-        if c.select == "argmax":  # one-hot proposals: sampling each position alone makes incoherent blocks
-            cache, temperature = scores[..., None, :].float().expand(-1, -1, c.top_k, -1), 0.0
+            raise FloatingPointError("the draft's scores are not finite (float16 overflow?): "
+                                     "use bfloat16 or float32")
+        if c.select == "argmax":  # one-hot: sampling each position alone makes incoherent blocks
+            cache, temperature = scores[:, None, :].float().expand(-1, c.top_k, -1), 0.0
         else:
-            cache = self.transition_cache(pre, candidate_ids, anchor, state.lm_head)
-        tokens, _, probs = select_path(cache, candidate_ids, temperature, generator, top_k=top_k, top_p=top_p)
-        return Proposal(tokens[0], candidate_ids[0], probs[0])
+            cache = self.transition_cache(pre, candidate_ids, inputs[0, 0, 0], state.lm_head)
+        tokens, _, probs = select_path(cache, candidate_ids, temperature, generator,
+                                       top_k=top_k, top_p=top_p)
+        return Proposal(tokens, candidate_ids, probs)
 
     def decoder(self, block_size: int | None = None):
         """A callable for transformers: target.generate(**inputs, custom_generate=draft.decoder())."""

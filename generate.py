@@ -182,7 +182,7 @@ def build_prompt(tokenizer, text: str, system: str | None = None, raw: bool = Fa
     if raw and system:
         raise ValueError("a system prompt needs a chat template: this tokenizer has none, or --raw was given")
     if raw:
-        ids = tokenizer(text).input_ids or token_id_list(tokenizer.bos_token_id)
+        ids = tokenizer(text).input_ids or sorted(token_id_set(tokenizer.bos_token_id))
         if not ids:
             raise ValueError("the prompt is empty and this tokenizer has no start token: pass some text")
         return torch.tensor([ids])
@@ -195,10 +195,6 @@ def build_prompt(tokenizer, text: str, system: str | None = None, raw: bool = Fa
     except Exception as error:  # templates refuse with exceptions of their own, e.g. "System role not supported"
         raise ValueError(f"the chat template refuses this prompt: {error}") from error
     return torch.tensor([tokenizer(laid_out, add_special_tokens=False).input_ids])
-
-
-def token_id_list(ids) -> list[int]:
-    return sorted(token_id_set(ids))
 
 
 def eos_ids(target, tokenizer) -> list[int]:
@@ -274,6 +270,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                    help="of target and draft (default: bfloat16 with AMX or CUDA, else float32)")
     p.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     p.add_argument("--block-size", type=int, help="anchor plus proposals, 2 up to the trained size (default: that)")
+    p.add_argument("--no-copy", action="store_true", help="the method alone: never copy what the text already says")
     p.add_argument("--compare", action="store_true", help="decode plainly too: are the outputs equal, what is the speed ratio")
     p.add_argument("--quiet", action="store_true", help="print the answer alone")
     return p.parse_args(argv)
@@ -323,11 +320,12 @@ def run(args: argparse.Namespace) -> int:
             yield step
 
     tokens, stats = collect(shown(generate(target, draft, input_ids, block_size=args.block_size,
-                                           generator=seeded(), **settings)))
+                                           generator=seeded(), copy=not args.no_copy, **settings)))
     if not args.quiet:
-        note(f"[{stats.new_tokens} tokens, {stats.target_forwards} target forwards after prefill, acceptance length "
-             f"{stats.acceptance_length:.2f}, {stats.tokens_per_second:.1f} tokens/s; prefill {stats.prefill_seconds:.2f} s, "
-             f"draft {stats.draft_seconds:.2f} s, verify {stats.verify_seconds:.2f} s; "
+        note(f"[{stats.new_tokens} tokens ({', '.join(f'{n} by {who}' for who, n in stats.emitted_by.items())}), "
+             f"{stats.target_forwards} target forwards after prefill, acceptance length {stats.acceptance_length:.2f}, "
+             f"{stats.tokens_per_second:.1f} tokens/s; prefill {stats.prefill_seconds:.2f} s, draft "
+             f"{stats.draft_seconds:.2f} s, verify {stats.verify_seconds:.2f} s; "
              f"{str(target.dtype).removeprefix('torch.')} on {target.device}, stopped by {stats.finish_reason}]")
     if not args.compare:
         return 0

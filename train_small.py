@@ -511,44 +511,63 @@ def repetition(tokens: list[int], n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def measure(methods: dict, prompts: list[torch.Tensor], progress: bool = True) -> dict:
-    """Decode every prompt with every method in turn. methods: name -> callable(input_ids) -> (tokens, Statistics).
+def decode_in_turn(methods: dict, ids: torch.Tensor) -> dict:
+    """One prompt by every method, one right after the other: name -> a record of counts and seconds.
 
-    Per method: acceptance length (tokens after the first over target forwards), tokens per second
-    after prefill (median over prompts), its ratio to the first method (median of per-prompt
-    ratios: neighbours in time, so that a drifting machine cancels), histogram and repetition.
+    methods: name -> callable(input_ids) -> (tokens, Statistics).
     """
-    runs = {name: [] for name in methods}
-    for ids in tqdm(prompts, desc="decode", disable=not progress):
-        for name, decode in methods.items():
-            runs[name].append(decode(ids))
+    records = {}
+    for name, decode in methods.items():
+        tokens, s = decode(ids)
+        records[name] = {"accept_lengths": s.accept_lengths, "decode_seconds": s.draft_seconds + s.verify_seconds,
+                         "draft_seconds": s.draft_seconds, "prefill_seconds": s.prefill_seconds, "new_tokens": s.new_tokens,
+                         "repetition": repetition(tokens), "emitted_by": s.emitted_by, "tokens": tokens}
+    return records
+
+
+def summarise(runs: list[dict]) -> dict:
+    """A table over prompts from records of decode_in_turn; the first method is what ratios refer to.
+
+    acceptance_length: emitted tokens after the first, over target forwards. tokens_per_second: of
+    those tokens after prefill, median over prompts. ratio: median of the per-prompt ratios, whose
+    two sides are neighbours in time, so that a drifting machine cancels.
+    """
     median = lambda xs: sorted(xs)[len(xs) // 2] if xs else float("nan")
-    first = next(iter(methods))
-    table = {}
-    for name, results in runs.items():
-        stats = [s for _, s in results]
-        lengths = [n for s in stats for n in s.accept_lengths]
-        pairs = [(s, b) for s, (_, b) in zip(stats, runs[first]) if s.accept_lengths and b.accept_lengths]
+    speed = lambda r: sum(r["accept_lengths"]) / max(1e-9, r["decode_seconds"])
+    first, table = next(iter(runs[0])), {}
+    for name in runs[0]:
+        records = [run[name] for run in runs]
+        lengths = [n for r in records for n in r["accept_lengths"]]
+        pairs = [(r, run[first]) for r, run in zip(records, runs) if r["accept_lengths"] and run[first]["accept_lengths"]]
         table[name] = {
             "acceptance_length": round(sum(lengths) / max(1, len(lengths)), 3),
-            "tokens_per_second": round(median([s.tokens_per_second for s, _ in pairs]), 2),
-            "ratio": round(median([s.tokens_per_second / b.tokens_per_second for s, b in pairs]), 3),
-            "prefill_seconds": round(median([s.prefill_seconds for s in stats]), 3),
-            "repetition": round(sum(repetition(t) for t, _ in results) / max(1, len(results)), 3),
-            "new_tokens": sum(s.new_tokens for s in stats),
+            "tokens_per_second": round(median([speed(r) for r, _ in pairs]), 2),
+            "ratio": round(median([speed(r) / speed(b) for r, b in pairs]), 3),
+            "prefill_seconds": round(median([r["prefill_seconds"] for r in records]), 3),
+            "repetition": round(sum(r["repetition"] for r in records) / len(records), 3),
+            "new_tokens": sum(r["new_tokens"] for r in records),
             "histogram": {n: lengths.count(n) for n in sorted(set(lengths))}}
     return table
 
 
-def evaluate(target, draft: DSpine, prompts: list[torch.Tensor], eos, max_new_tokens: int, seed: int = 0, progress: bool = True) -> dict:
-    """Tables of `measure` at temperature 0 and 1: plain decoding beside DSpine."""
+def decoding_methods(target, draft, eos, max_new_tokens: int, temperature: float, seed: int = 0) -> dict:
+    """plain, DSpine, copying alone and both, with the same budget and seed."""
+    options = dict(max_new_tokens=max_new_tokens, temperature=temperature, eos_token_ids=eos)
+    seeded = lambda: torch.Generator(target.device).manual_seed(seed)
+    run = lambda d, copy: lambda ids: collect(generate(target, d, ids, generator=seeded(), copy=copy, **options))
+    return {"plain": lambda ids: collect(generate_plain(target, ids, generator=seeded(), **options)),
+            "DSpine": run(draft, False), "copy": run(None, True), "DSpine + copy": run(draft, True)}
+
+
+def evaluate(target, draft: DSpine, prompts: list[torch.Tensor], eos, max_new_tokens: int, seed: int = 0,
+             progress: bool = True) -> dict:
+    """Tables of `summarise` at temperature 0 and 1: plain decoding beside DSpine."""
     tables = {}
     for temperature in (0.0, 1.0):
-        options = dict(max_new_tokens=max_new_tokens, temperature=temperature, eos_token_ids=eos)
-        seeded = lambda: torch.Generator(target.device).manual_seed(seed)
-        tables[f"temperature {temperature:g}"] = measure({
-            "plain": lambda ids: collect(generate_plain(target, ids, generator=seeded(), **options)),
-            "DSpine": lambda ids: collect(generate(target, draft, ids, generator=seeded(), **options))}, prompts, progress)
+        methods = decoding_methods(target, draft, eos, max_new_tokens, temperature, seed)
+        chosen = {name: methods[name] for name in ("plain", "DSpine")}
+        tables[f"temperature {temperature:g}"] = summarise(
+            [decode_in_turn(chosen, ids) for ids in tqdm(prompts, desc="decode", disable=not progress)])
     return tables
 
 
@@ -664,6 +683,8 @@ def run(args) -> int:
     draft = draft.to(target.dtype).requires_grad_(False).eval()
     draft.save_pretrained(out, slim=args.slim)
     held_out = [r for r in rows if r["held_out"]][:args.eval_prompts]
+    if args.eval_prompts and not held_out:
+        print("no evaluation: so small a corpus holds no held-out prompt")
     if held_out:
         prompts = [torch.tensor([r["ids"][:r["prompt_length"]]]) for r in held_out]
         tables = evaluate(target, draft, prompts, eos, args.eval_tokens, args.seed, not args.no_progress)
