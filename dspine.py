@@ -1,20 +1,20 @@
 """DSpine: a parallel drafter for lossless speculative decoding, in one file.
 
-Paper: DSpine, arXiv 2609.36173. Section numbers ("sec. 5") below are those of README's summary,
-which follows the paper: 2 context, 3 backbone, 4 transfer space, 5 injection, 6 objective,
-7 transition cache, 8 verification, 9 checkpoint. Lossless rule: Leviathan et al. 2023
-(arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318).
+Paper: DSpine, arXiv 2609.36173. Sections are named after the parts of its method: 2 context,
+3 backbone, 4 transfer space, 5 injection, 6 objective, 7 transition cache, 8 verification,
+9 checkpoint. Lossless rule: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023
+(arXiv 2302.01318).
 
 One draft step: the target has emitted a token it has not run yet, the ANCHOR, at position p. The
 draft sees the target's hidden states at positions < p (the CONTEXT) and a block of B inputs
 [anchor, mask, mask, ...]. One parallel forward yields hidden states for positions p+1 .. p+B-1.
-Each position still passes its forming prediction to its successor, after every layer, through a
-gated injection. A transition cache scores K candidates against K predecessors at every position,
-so that choosing the B-1 PROPOSALS is a walk of look-ups. The target runs [anchor, proposals]
-once, keeps the longest correct prefix and adds one token of its own: the next anchor.
+Each position passes its forming prediction to its successor, after every layer, through a gated
+injection. A transition cache scores K candidates against K predecessors at every position, so
+that choosing the B-1 PROPOSALS is a walk of look-ups. The target runs [anchor, proposals] once,
+keeps the longest correct prefix and adds one token of its own: the next anchor.
 
 Symbols, used for shapes throughout:
-    N rows, A anchors (blocks) a row, B block size (1 anchor + T = B-1 proposals), S context length,
+    N rows, A anchors (blocks) a row, B block size: 1 anchor + T = B-1 proposals, S context length,
     V vocabulary, H hidden size of target and draft, L draft layers, K candidates a position,
     r rank of the transfer space, m message size, D head dimension, n tapped target layers.
 
@@ -31,12 +31,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 1. Configuration (sec. 9: the published config.json)
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # those whose frequencies ignore the length
 
@@ -47,13 +47,20 @@ def tapped_layers(num_target_layers: int, num_taps: int) -> list[int]:
     n = 1 gives [T // 2], else round(1 + i * (T - 4) / (n - 1)) for i = 0 .. n-1. The last layer is
     never tapped: transformers reports it after the final norm, other engines before it.
     """
-    last = num_target_layers - 4
-    ids = ([num_target_layers // 2] if num_taps == 1 else
-           [round(1 + i * last / (num_taps - 1)) for i in range(num_taps)])
-    if num_taps < 1 or len(set(ids)) < num_taps or not 0 <= min(ids) <= max(ids) < num_target_layers - 1:
-        raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap; "
-                         "give target_layer_ids or use fewer draft layers")
+    T, n = num_target_layers, num_taps
+    ids = [T // 2] if n == 1 else [round(1 + i * (T - 4) / (n - 1)) for i in range(n)]
+    if n < 1 or len(set(ids)) < n or not 0 <= min(ids) <= max(ids) < T - 1:
+        raise ValueError(f"a target of {T} layers has no {n} distinct layers to tap; give "
+                         "target_layer_ids or use fewer draft layers")
     return ids
+
+
+def token_id_set(ids) -> set[int]:
+    """None, one id, or several (list, tensor) -> a set."""
+    if ids is None:
+        return set()
+    ids = ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids
+    return {int(i) for i in ([ids] if isinstance(ids, int) else ids)}
 
 
 @dataclass
@@ -75,8 +82,9 @@ class DSpineConfig:
     block_size: int = 16               # B: one anchor and B-1 proposals
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
-    max_position_embeddings: int = 32768
-    rope_parameters: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1e4})
+    max_position_embeddings: int = 32768  # read by yarn only
+    rope_parameters: dict = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 1e4})
     # transfer space and injection (sec. 4, 5)
     transfer_rank: int = 1024          # r: principal directions of the head that are kept
     message_size: int = 512            # m: width of the gated message
@@ -90,7 +98,7 @@ class DSpineConfig:
     replacement_hold_ratio: float = 1 / 6
     replacement_end_ratio: float = 1 / 3
     candidate_mass_threshold: float = 1e-4  # below it the target says nothing about the candidates
-    # ablations (not in published checkpoints; sec. 10: none + bidirectional + argmax is DFlash)
+    # ablations, not in published checkpoints (none + bidirectional + argmax is DFlash)
     inject: str = "every"              # "every" layer | "last" | "none"
     attention: str = "causal"          # inside the block: "causal" | "bidirectional"
     select: str = "cache"              # "cache" | "argmax" of each position on its own
@@ -100,28 +108,31 @@ class DSpineConfig:
                      "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
                      "transfer_rank", "message_size", "top_k", "alignment_warmup_steps"):
             self._check(name, getattr(self, name) >= 1, "must be at least 1")
-        self._check("block_size", self.block_size >= 2, "must be at least 2 (one anchor, one proposal)")
+        for name in ("ce_weight", "replacement_probability", "replacement_hold_ratio",
+                     "replacement_end_ratio"):
+            self._check(name, 0 <= getattr(self, name) <= 1, "must lie in 0 .. 1")
+        for name, allowed in (("inject", ("every", "last", "none")),
+                              ("attention", ("causal", "bidirectional")),
+                              ("select", ("cache", "argmax"))):
+            self._check(name, getattr(self, name) in allowed, f"must be one of {allowed}")
+        V, T, taps, rope = (self.vocab_size, self.num_target_layers, self.target_layer_ids,
+                            self.rope_parameters)
+        self._check("block_size", self.block_size >= 2, "must be at least 2: anchor and proposal")
         self._check("head_dim", self.head_dim % 2 == 0, "must be even (rotary pairs)")
         self._check("num_key_value_heads", self.num_attention_heads % self.num_key_value_heads == 0,
                     f"must divide num_attention_heads = {self.num_attention_heads}")
-        self._check("top_k", self.top_k <= self.vocab_size, f"exceeds vocab_size = {self.vocab_size}")
-        self._check("transfer_rank", self.transfer_rank <= min(self.hidden_size, self.vocab_size),
-                    f"exceeds hidden_size = {self.hidden_size} or vocab_size = {self.vocab_size}")
-        self._check("mask_token_id", 0 <= self.mask_token_id < self.vocab_size,
-                    f"must be a row of the target's embedding, 0 .. {self.vocab_size - 1}; choose a special "
-                    "token that never occurs in text, such as a reserved or tool-call token")
-        taps = self.target_layer_ids
+        self._check("top_k", self.top_k <= V, f"exceeds vocab_size = {V}")
+        self._check("transfer_rank", self.transfer_rank <= min(self.hidden_size, V),
+                    f"exceeds hidden_size = {self.hidden_size} or vocab_size = {V}")
+        self._check("mask_token_id", 0 <= self.mask_token_id < V,
+                    f"must be a row of the target's embedding, 0 .. {V - 1}; choose a special "
+                    "token that never occurs in text, such as a reserved one")
         self._check("target_layer_ids", len(taps) > 0 and len(set(taps)) == len(taps)
-                    and all(0 <= i < self.num_target_layers - 1 for i in taps),
-                    f"must be distinct and in 0 .. {self.num_target_layers - 2} (the last layer's output is "
-                    "reported after the final norm by some engines and before it by others)")
-        for name in ("ce_weight", "replacement_probability", "replacement_hold_ratio", "replacement_end_ratio"):
-            self._check(name, 0 <= getattr(self, name) <= 1, "must lie in 0 .. 1")
-        for name, allowed in (("inject", ("every", "last", "none")), ("select", ("cache", "argmax")),
-                              ("attention", ("causal", "bidirectional"))):
-            self._check(name, getattr(self, name) in allowed, f"must be one of {allowed}")
-        rope = self.rope_parameters
-        self._check("rope_parameters", rope.get("rope_type") in ROPE_TYPES, f"needs a rope_type in {ROPE_TYPES}")
+                    and all(0 <= i < T - 1 for i in taps),
+                    f"must be distinct and in 0 .. {T - 2} (the last layer's output is reported "
+                    "after the final norm by some engines and before it by others)")
+        self._check("rope_parameters", rope.get("rope_type") in ROPE_TYPES,
+                    f"needs a rope_type in {ROPE_TYPES}")
         self._check("rope_parameters", rope.get("rope_theta", 0) > 0, "needs rope_theta")
 
     def _check(self, name: str, ok: bool, why: str):
@@ -130,30 +141,35 @@ class DSpineConfig:
 
     @classmethod
     def for_target(cls, target, num_hidden_layers: int = 3, **overrides) -> "DSpineConfig":
-        """Sizes that fit `target` (a transformers causal LM): its own layer shape, taps spread over it."""
+        """Sizes that fit `target`, a transformers causal LM: its layer shape, taps spread over it.
+
+        mask_token_id must be among the overrides, and be none of the target's own special ids.
+        """
         c = target.config.get_text_config()
+        get = lambda name, default: getattr(c, name, None) or default
         heads = c.num_attention_heads
-        special = {i for name in ("eos_token_id", "bos_token_id", "pad_token_id")
-                   for i in token_id_set(getattr(c, name, None))}
         sizes = dict(
             vocab_size=target.get_output_embeddings().weight.shape[0], hidden_size=c.hidden_size,
             num_target_layers=c.num_hidden_layers, num_hidden_layers=num_hidden_layers,
-            intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-            num_attention_heads=heads, num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
-            rms_norm_eps=getattr(c, "rms_norm_eps", 1e-6), max_position_embeddings=c.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta":
-                             (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 1e4)})
-        sizes.update(overrides)
-        sizes.setdefault("target_layer_ids", tapped_layers(c.num_hidden_layers, num_hidden_layers))
-        if "mask_token_id" not in sizes or sizes["mask_token_id"] in special:
-            raise ValueError(f"mask_token_id = {sizes.get('mask_token_id')}: name a token id that never occurs in "
-                             f"text, such as a reserved token, and none of the target's own {sorted(special)}")
+            intermediate_size=get("intermediate_size", 4 * c.hidden_size),
+            num_attention_heads=heads, num_key_value_heads=get("num_key_value_heads", heads),
+            head_dim=get("head_dim", c.hidden_size // heads),
+            rms_norm_eps=get("rms_norm_eps", 1e-6), rope_parameters={
+                "rope_type": "default", "rope_theta": get("rope_parameters", {}).get("rope_theta", 1e4)},
+            max_position_embeddings=c.max_position_embeddings) | overrides
+        if "target_layer_ids" not in sizes:
+            sizes["target_layer_ids"] = tapped_layers(c.num_hidden_layers, num_hidden_layers)
+        special = set().union(*(token_id_set(getattr(c, name, None))
+                                for name in ("eos_token_id", "bos_token_id", "pad_token_id")))
+        if sizes.get("mask_token_id") in special | {None}:
+            raise ValueError(f"mask_token_id = {sizes.get('mask_token_id')}: name a token id that never "
+                             "occurs in text, such as a reserved one, and none of the target's own "
+                             f"{sorted(special)}")
         return cls(**sizes)
 
     @classmethod
     def from_dict(cls, raw: dict) -> "DSpineConfig":
-        """Read the published config.json, flat or nested under a key `config`, rope in v4 or v5 style."""
+        """Read the published config.json, flat or under a key `config`, rope in v4 or v5 style."""
         raw = raw.get("config", raw)
         missing = [k for k in ("dflash_config", "dspine_config") if k not in raw]
         if missing:
@@ -176,24 +192,32 @@ class DSpineConfig:
             raise ValueError(f"config.json: {error}") from None
 
     def to_dict(self) -> dict:
-        """The published config.json. Ablation fields are written only where they leave the method."""
+        """The published config.json; ablation fields only where they leave the method."""
         values = asdict(self)
-        dflash = {k: values.pop(k) for k in ("mask_token_id", "target_layer_ids")}
-        dspine = {k: values.pop(k) for k in (
-            "transfer_rank", "message_size", "top_k", "ce_weight", "alignment_weight", "alignment_warmup_steps",
-            "replacement_layers", "replacement_probability", "replacement_hold_ratio", "replacement_end_ratio",
-            "candidate_mass_threshold")}
-        for k, default in (("inject", "every"), ("attention", "causal"), ("select", "cache")):
-            if (value := values.pop(k)) != default:
-                dspine[k] = value
-        return {"architectures": ["DSpineDraftModel"], "model_type": "qwen3", **values, "hidden_act": "silu",
-                "layer_types": ["full_attention"] * self.num_hidden_layers, "tie_word_embeddings": False,
-                "dflash_config": {**dflash, "block_size": self.block_size}, "dspine_config": dspine}
+        for name, default in (("inject", "every"), ("attention", "causal"), ("select", "cache")):
+            if values[name] == default:
+                del values[name]
+        take = lambda *names: {k: values.pop(k) for k in names if k in values}
+        dflash = take("mask_token_id", "target_layer_ids") | {"block_size": self.block_size}
+        dspine = take("transfer_rank", "message_size", "top_k", "ce_weight", "alignment_weight",
+                      "alignment_warmup_steps", "replacement_layers", "replacement_probability",
+                      "replacement_hold_ratio", "replacement_end_ratio", "candidate_mass_threshold",
+                      "inject", "attention", "select")
+        return {"architectures": ["DSpineDraftModel"], "model_type": "qwen3", **values,
+                "hidden_act": "silu", "layer_types": ["full_attention"] * self.num_hidden_layers,
+                "tie_word_embeddings": False, "dflash_config": dflash, "dspine_config": dspine}
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 2. Backbone (sec. 3): Qwen3-style layers over [context; block]
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight, with float32 master weights under bfloat16 autocast too."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def rope_frequencies(config: DSpineConfig) -> tuple[torch.Tensor, float]:
@@ -204,9 +228,10 @@ def rope_frequencies(config: DSpineConfig) -> tuple[torch.Tensor, float]:
         return rope["rope_theta"] ** -exponent, 1.0
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    like = Qwen3Config(hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
-                       head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings,
-                       rope_parameters=dict(rope))
+    like = Qwen3Config(
+        hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(rope))
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](like, device="cpu")
 
 
@@ -221,28 +246,32 @@ class Attention(nn.Module):
 
     def __init__(self, c: DSpineConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, self.heads * c.head_dim, bias=c.attention_bias)
-        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=c.attention_bias)
-        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=c.attention_bias)
-        self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
-        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.heads, self.kv_heads = c.num_attention_heads, c.num_key_value_heads
+        self.head_dim, bias = c.head_dim, c.attention_bias
+        self.q_proj = nn.Linear(c.hidden_size, self.heads * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+
+    def split(self, x):
+        """[N, S, heads*D] -> [N, S, heads, D]."""
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def keys_values(self, x, cos, sin):
-        """x [N, S, H] -> k, v [N, kv_heads, S, D]. The context comes in raw: no input_layernorm on it."""
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))).transpose(1, 2)
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
-        return rotate(k, cos, sin), v
+        """x [N, S, H] -> k, v [N, kv_heads, S, D]. Context comes in raw, without input_layernorm."""
+        k = self.k_norm(self.split(self.k_proj(x))).transpose(1, 2)
+        return rotate(k, cos, sin), self.split(self.v_proj(x)).transpose(1, 2)
 
     def forward(self, x, cos, sin, context_kv, mask):
-        """x [N, Q, H], context k and v [N, kv_heads, S, D], mask [N, 1, Q, S + Q] (True: visible)."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2)
-        k, v = self.keys_values(x, cos, sin)
-        k, v = (torch.cat((old.to(new.dtype), new), dim=2) for old, new in zip(context_kv, (k, v)))
-        q = rotate(q, cos, sin).to(v.dtype)
-        out = F.scaled_dot_product_attention(q, k.to(v.dtype), v, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
-        return self.o_proj(out.transpose(1, 2).flatten(2))                        # [N, Q, H]
+        """x [N, Q, H], context k, v [N, kv_heads, S, D], mask [N, 1, Q, S+Q] (True: visible)."""
+        q = rotate(self.q_norm(self.split(self.q_proj(x))).transpose(1, 2), cos, sin)
+        k, v = (torch.cat((old.to(new.dtype), new), dim=2)
+                for old, new in zip(context_kv, self.keys_values(x, cos, sin)))
+        out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask,
+                                             enable_gqa=self.heads != self.kv_heads)
+        return self.o_proj(out.transpose(1, 2).flatten(2))                  # [N, Q, H]
 
 
 class MLP(nn.Module):
@@ -259,11 +288,13 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Pre-norm residual layer with the published parameter names."""
+
     def __init__(self, c: DSpineConfig):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.self_attn = Attention(c)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.mlp = MLP(c)
 
     def forward(self, x, cos, sin, context_kv, mask):
@@ -277,54 +308,55 @@ def block_mask(anchors: torch.Tensor, S: int, B: int, causal: bool = True) -> to
     A query of block j sees context positions < anchors[j] and, inside its own block only, the
     positions up to itself (all of the block when not causal, as in DFlash).
     """
-    A, device = anchors.shape[1], anchors.device
-    context = torch.arange(S, device=device) < anchors.repeat_interleave(B, dim=1)[..., None]  # [N, A*B, S]
+    (N, A), device = anchors.shape, anchors.device
+    limit = anchors.repeat_interleave(B, dim=1)[..., None]                  # [N, A*B, 1]
+    context = torch.arange(S, device=device) < limit                        # [N, A*B, S]
     i = torch.arange(A * B, device=device)
-    inside = i[:, None] // B == i // B                                                          # [A*B, A*B]
+    inside = i[:, None] // B == i // B                                      # [A*B, A*B]
     if causal:
         inside = inside & (i <= i[:, None])
-    return torch.cat((context, inside.expand(len(anchors), -1, -1)), dim=-1)[:, None]
+    return torch.cat((context, inside.expand(N, -1, -1)), dim=-1)[:, None]
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 3. Unified transfer space (sec. 4): PCA-whitened token codes from the target's head
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def transfer_space(lm_head: torch.Tensor, rank: int, chunk: int = 8192) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean [H], whitening directions U / sqrt(eigenvalues) [H, r] and basis U^T [r, H] of the head W [V, H].
+def transfer_space(lm_head: torch.Tensor, rank: int, chunk: int = 8192):
+    """Mean [H], whitening directions U / sqrt(eigenvalues) [H, r], basis U^T [r, H] of the head.
 
-    With unit rows w_v/|w_v| and their mean removed, U are the top r eigenvectors of the scatter
-    matrix  sum_v x_v x_v^T  (not divided by V: the codes are normalised, so its scale is free).
-    Raises ValueError for a head with fewer than r positive eigenvalues.
+    With unit rows w_v/|w_v| of W [V, H] and their mean removed, U are the top r eigenvectors of
+    the scatter matrix  sum_v x_v x_v^T  (not divided by V: the codes are normalised, so its scale
+    is free). Raises ValueError for a head with fewer than r positive eigenvalues.
     """
     V, H = lm_head.shape
-    rows = lambda i: F.normalize(lm_head[i:i + chunk].float(), dim=-1)            # [chunk, H]
-    mean = sum(rows(i).sum(0) for i in range(0, V, chunk)) / V                    # [H]
+    rows = lambda i: F.normalize(lm_head[i:i + chunk].float(), dim=-1)      # [chunk, H]
+    mean = sum(rows(i).sum(0) for i in range(0, V, chunk)) / V              # [H]
     scatter = torch.zeros(H, H, device=lm_head.device)
     for i in range(0, V, chunk):
         x = rows(i) - mean
         scatter += x.T @ x
-    values, vectors = torch.linalg.eigh(scatter)                                  # ascending
+    values, vectors = torch.linalg.eigh(scatter)                            # ascending
     positive = int((values > values[-1] * H * torch.finfo(torch.float32).eps).sum())
     if positive < rank:
-        raise ValueError(f"the target's head has {positive} positive eigenvalues, fewer than transfer_rank = {rank}; "
-                         f"use a transfer_rank of at most {positive}")
-    values, vectors = values[-rank:].flip(0), vectors[:, -rank:].flip(1)          # [r], [H, r]
+        raise ValueError(f"the target's head has {positive} positive eigenvalues, fewer than "
+                         f"transfer_rank = {rank}; use a transfer_rank of at most {positive}")
+    values, vectors = values[-rank:].flip(0), vectors[:, -rank:].flip(1)    # [r], [H, r]
     return mean, vectors / values.sqrt(), vectors.T.contiguous()
 
 
 @torch.no_grad()
-def token_codes(lm_head: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, chunk: int = 8192) -> torch.Tensor:
-    """e(v) = normalize( (w_v/|w_v| - mean) @ U / sqrt(eigenvalues) ): one unit vector a token, [V, r]."""
+def token_codes(lm_head, mean, directions, chunk: int = 8192) -> torch.Tensor:
+    """e(v) = normalize((w_v/|w_v| - mean) @ U / sqrt(eigenvalues)), a unit vector a token: [V, r]."""
     return torch.cat([F.normalize((F.normalize(w.float(), dim=-1) - mean) @ directions, dim=-1)
                       for w in lm_head.split(chunk)])
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 4. Layer-wise gated adjacent injection (sec. 5)
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def unit_feature(h: torch.Tensor, readout: torch.Tensor) -> torch.Tensor:
@@ -336,8 +368,8 @@ def unit_feature(h: torch.Tensor, readout: torch.Tensor) -> torch.Tensor:
 def gated_write(h, feature, prev, receiver_gate, predecessor_gate, bias, message, write):
     """Add to each receiver the message of its predecessor; h [.., H], feature and prev [.., r].
 
-        gate  = sigmoid(G_r f + G_p prev + b)                                         [.., m]
-        delta = W (gate * M prev)                                                     [.., H]
+        gate  = sigmoid(G_r f + G_p prev + b)                                   [.., m]
+        delta = W (gate * M prev)                                               [.., H]
         h    <- h + (|h| / sqrt(H)) * delta
     """
     gate = torch.sigmoid(F.linear(feature, receiver_gate, bias) + F.linear(prev, predecessor_gate))
@@ -347,45 +379,45 @@ def gated_write(h, feature, prev, receiver_gate, predecessor_gate, bias, message
 
 
 class Injection(nn.Module):
-    """Shared gate and message maps, one readout R_l and one write W_l a layer (published names)."""
+    """Shared gate and message maps; a readout R_l and a write W_l a layer (published names)."""
 
     def __init__(self, c: DSpineConfig):
         super().__init__()
+        H, r, m = c.hidden_size, c.transfer_rank, c.message_size
         linear = lambda i, o: nn.Linear(i, o, bias=False)
-        self.readouts = nn.ModuleList(linear(c.hidden_size, c.transfer_rank) for _ in range(c.num_hidden_layers))
-        self.writes = nn.ModuleList(linear(c.message_size, c.hidden_size) for _ in range(c.num_hidden_layers))
-        self.message = linear(c.transfer_rank, c.message_size)
-        self.receiver_gate = linear(c.transfer_rank, c.message_size)
-        self.predecessor_gate = linear(c.transfer_rank, c.message_size)
-        self.bias = nn.Parameter(torch.zeros(c.message_size))
+        self.readouts = nn.ModuleList(linear(H, r) for _ in range(c.num_hidden_layers))
+        self.writes = nn.ModuleList(linear(m, H) for _ in range(c.num_hidden_layers))
+        self.message, self.receiver_gate, self.predecessor_gate = (linear(r, m) for _ in range(3))
+        self.bias = nn.Parameter(torch.zeros(m))
 
     def feature(self, l: int, h: torch.Tensor) -> torch.Tensor:
         return unit_feature(h, self.readouts[l].weight)
 
-    def write(self, l: int, h: torch.Tensor, prev: torch.Tensor, feature: torch.Tensor | None = None) -> torch.Tensor:
-        """h [.., H] after receiving from prev [.., r]."""
+    def write(self, l: int, h, prev, feature=None) -> torch.Tensor:
+        """h [.., H] after receiving from prev [.., r] at layer l."""
         feature = self.feature(l, h) if feature is None else feature
         return gated_write(h, feature, prev, self.receiver_gate.weight, self.predecessor_gate.weight,
                            self.bias, self.message.weight, self.writes[l].weight)
 
-    def forward(self, l: int, h, anchor_code, true_prev=None, replace=None):
+    def forward(self, l: int, h, anchor_code, true_prev=None, replace=None) -> torch.Tensor:
         """h [.., B, H] -> [.., B, H]: every position receives from its left neighbour, all at once.
 
         Position 1 receives the anchor's token code, sqrt(r) e(anchor) [.., r]; position t >= 2
         receives f_{t-1}, read before anybody is updated. Row 0, the anchor, never changes. Where
         `replace` [.., 1, 1] is True, true_prev [.., T, r] stands in for the predecessors (sec. 6).
         """
-        receivers = h[..., 1:, :]                                                 # [.., T, H]
-        feature = self.feature(l, receivers)                                      # [.., T, r]
-        prev = torch.cat((anchor_code[..., None, :].to(feature.dtype), feature[..., :-1, :]), dim=-2)
+        receivers = h[..., 1:, :]                                           # [.., T, H]
+        feature = self.feature(l, receivers)                                # [.., T, r]
+        first = anchor_code[..., None, :].to(feature.dtype)
+        prev = torch.cat((first, feature[..., :-1, :]), dim=-2)             # [.., T, r]
         if replace is not None:
             prev = torch.where(replace, true_prev.to(prev.dtype), prev)
         return torch.cat((h[..., :1, :], self.write(l, receivers, prev, feature)), dim=-2)
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 5. The draft: parallel forward, refinement, transition cache
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 class DraftOutput(NamedTuple):
@@ -397,19 +429,19 @@ class DraftOutput(NamedTuple):
 class Proposal(NamedTuple):
     tokens: torch.Tensor               # [T] proposed token ids
     candidate_ids: torch.Tensor        # [T, K]
-    probs: torch.Tensor                # [T, K] the distribution over candidates each was drawn from
+    probs: torch.Tensor                # [T, K] the distribution over candidates they came from
 
 
+@dataclass
 class DraftState:
-    """What a draft keeps between steps: keys and values of the context, append-only (sec. 3).
+    """What a draft keeps between steps: the context's keys and values, append-only (sec. 3).
 
     They depend on accepted tokens only, so nothing is ever rolled back.
     """
-
-    def __init__(self, embed: torch.Tensor, lm_head: torch.Tensor):
-        self.embed, self.lm_head = embed, lm_head      # [V, H] each, on the draft's device, in its dtype
-        self.keys_values: list | None = None           # per layer k, v [1, kv_heads, S, D]
-        self.length = 0                                # S
+    embed: torch.Tensor                # [V, H] the target's, on the draft's device, in its dtype
+    lm_head: torch.Tensor              # [V, H]
+    keys_values: list | None = None    # a layer: k, v [1, kv_heads, S, D]
+    length: int = 0                    # S
 
 
 class DSpine(nn.Module):
@@ -419,21 +451,21 @@ class DSpine(nn.Module):
         super().__init__()
         c = self.config = config
         self.fc = nn.Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.injection = Injection(c)
         self.register_buffer("transfer_codes", torch.zeros(c.vocab_size, c.transfer_rank))
         self.register_buffer("transfer_ready", torch.tensor(False))
-        # what the slim checkpoint stores in place of the codes (set by set_transfer_space)
-        self.register_buffer("transfer_mean", None, persistent=False)             # [H]
-        self.register_buffer("transfer_directions", None, persistent=False)       # [H, r]
+        # what the slim checkpoint stores in place of the codes (see set_transfer_space)
+        self.register_buffer("transfer_mean", None, persistent=False)       # [H]
+        self.register_buffer("transfer_directions", None, persistent=False)  # [H, r]
         self.inv_freq, self.rope_scale = rope_frequencies(c)
 
     @classmethod
     @torch.no_grad()
     def for_target(cls, config: DSpineConfig, target) -> "DSpine":
-        """A fresh draft (sec. 4, 5): random backbone, readouts at U^T, writes and predecessor gate at zero.
+        """A fresh draft (sec. 4, 5): random backbone, readouts at U^T, W_l and G_p at zero.
 
         The injection then adds nothing, so an untrained draft is the plain causal backbone.
         """
@@ -443,8 +475,8 @@ class DSpine(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         lm_head = target.get_output_embeddings().weight
-        mean, directions, basis = (t.cpu() for t in transfer_space(lm_head, config.transfer_rank))
-        draft.set_transfer_space(lm_head, mean, directions)
+        mean, directions, basis = transfer_space(lm_head, config.transfer_rank)
+        draft.set_transfer_space(lm_head, mean.cpu(), directions.cpu())
         for readout, write in zip(draft.injection.readouts, draft.injection.writes):
             readout.weight.copy_(basis)
             write.weight.zero_()
@@ -452,18 +484,18 @@ class DSpine(nn.Module):
         return draft
 
     def set_transfer_space(self, lm_head, mean, directions):
-        """Fill the token codes from the head; mean [H] and directions [H, r] stay for save_pretrained."""
-        device = lm_head.device
+        """Fill the codes from the head; mean [H], directions [H, r] stay for save_pretrained."""
         self.transfer_mean, self.transfer_directions = mean.float(), directions.float().contiguous()
-        codes = token_codes(lm_head.detach(), self.transfer_mean.to(device), self.transfer_directions.to(device))
-        self.transfer_codes.copy_(codes)
+        device = lm_head.device
+        self.transfer_codes.copy_(token_codes(lm_head.detach(), self.transfer_mean.to(device),
+                                              self.transfer_directions.to(device)))
         self.transfer_ready.fill_(True)
 
     def code(self, ids: torch.Tensor) -> torch.Tensor:
         """sqrt(r) e(v) for ids [..] -> [.., r]: the feature a decided token sends."""
         return self.transfer_codes[ids] * math.sqrt(self.config.transfer_rank)
 
-    # -- parallel forward ---------------------------------------------------------------------
+    # -- parallel forward -------------------------------------------------------------------------
 
     def encode_context(self, context_states: torch.Tensor) -> torch.Tensor:
         """RMSNorm(fc(concatenated taps)): [N, S, n*H] -> [N, S, H] (sec. 2)."""
@@ -473,28 +505,29 @@ class DSpine(nn.Module):
         """cos, sin [N, 1, Q, D] for absolute positions [N, Q]."""
         angles = positions[:, None, :, None].float() * self.inv_freq.to(positions.device)
         angles = torch.cat((angles, angles), dim=-1)
-        dtype = self.fc.weight.dtype
-        return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
+        return tuple((x * self.rope_scale).to(self.fc.weight.dtype)
+                     for x in (angles.cos(), angles.sin()))
 
     def context_keys_values(self, context_states: torch.Tensor, start: int = 0) -> list:
-        """Per layer k, v [N, kv_heads, S, D] of context states [N, S, n*H] at positions start .. start+S-1."""
+        """A layer: k, v [N, kv_heads, S, D] of taps [N, S, n*H] at positions start .. start+S-1."""
         context = self.encode_context(context_states)
         N, S = context.shape[:2]
         cos, sin = self.rope(torch.arange(start, start + S, device=context.device).expand(N, S))
         return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
 
-    def forward_blocks(self, x, anchors, keys_values, mask, anchor_code, true_prev=None, replace=None) -> DraftOutput:
+    def forward_blocks(self, x, anchors, keys_values, mask, anchor_code, true_prev=None,
+                       replace=None) -> DraftOutput:
         """The layers and their injections over embedded blocks x [N, A, B, H]."""
         c, (N, A, B, H) = self.config, x.shape
-        positions = (anchors[..., None] + torch.arange(B, device=x.device)).flatten(1)   # [N, A*B]
-        cos, sin = self.rope(positions)
+        positions = anchors[..., None] + torch.arange(B, device=x.device)   # [N, A, B]
+        cos, sin = self.rope(positions.flatten(1))
         features = []
         for l, (layer, kv) in enumerate(zip(self.layers, keys_values)):
             x = layer(x.view(N, A * B, H), cos, sin, kv, mask).view(N, A, B, H)
             pre = x
             if c.inject == "every" or (c.inject == "last" and l == c.num_hidden_layers - 1):
-                swap = replace if l < c.replacement_layers else None
-                x = self.injection(l, x, anchor_code, true_prev, swap)
+                x = self.injection(l, x, anchor_code, true_prev,
+                                   replace if l < c.replacement_layers else None)
             features.append(self.injection.feature(l, x))
         return DraftOutput(self.norm(x), pre, torch.stack(features))
 
@@ -507,62 +540,69 @@ class DSpine(nn.Module):
         and, in blocks where replace [N, A] is True, the true predecessors (sec. 6).
         """
         c, (N, A, B) = self.config, block_ids.shape
-        S = context_states.shape[1]
-        if context_states.shape[-1] != self.fc.in_features or anchors.shape != (N, A):
-            raise ValueError(f"expected context_states [N, S, {self.fc.in_features}] and anchors {(N, A)}, got "
-                             f"{tuple(context_states.shape)} and {tuple(anchors.shape)}")
+        S, width = context_states.shape[1:]
+        if width != self.fc.in_features or anchors.shape != (N, A):
+            raise ValueError(f"expected context_states [N, S, {self.fc.in_features}] and anchors "
+                             f"{(N, A)}, got {tuple(context_states.shape)} and {tuple(anchors.shape)}")
         inputs = torch.full_like(block_ids, c.mask_token_id)
         inputs[..., 0] = block_ids[..., 0]
-        codes = self.code(block_ids[..., :-1])                                    # [N, A, T, r] true predecessors
+        codes = self.code(block_ids[..., :-1])                              # [N, A, T, r]
         return self.forward_blocks(
-            F.embedding(inputs, embed).to(self.fc.weight.dtype), anchors, self.context_keys_values(context_states),
-            block_mask(anchors, S, B, c.attention == "causal"), codes[..., 0, :], codes,
-            None if replace is None else replace[..., None, None])
+            F.embedding(inputs, embed).to(self.fc.weight.dtype), anchors,
+            self.context_keys_values(context_states), block_mask(anchors, S, B, c.attention == "causal"),
+            codes[..., 0, :], codes, None if replace is None else replace[..., None, None])
 
-    # -- token choice (sec. 7) ----------------------------------------------------------------
+    # -- token choice (sec. 7) --------------------------------------------------------------------
 
     def refine(self, pre: torch.Tensor, prev_ids: torch.Tensor) -> torch.Tensor:
-        """Last-write refinement: norm(inject(pre, prev = sqrt(r) e(v))), the last write redone with a
-        real token. pre [.., H] and prev_ids [..] broadcast; returns [.., H]."""
+        """Last-write refinement: the last injection's write, redone with a real token v.
+
+            refine(pre, v) = norm(inject(pre, prev = sqrt(r) e(v)))
+
+        pre [.., H] and prev_ids [..] broadcast; returns [.., H].
+        """
         if self.config.inject == "none":
             return self.norm(pre).expand(*prev_ids.shape, -1)
-        return self.norm(self.injection.write(self.config.num_hidden_layers - 1, pre, self.code(prev_ids).to(pre.dtype)))
+        last = self.config.num_hidden_layers - 1
+        return self.norm(self.injection.write(last, pre, self.code(prev_ids).to(pre.dtype)))
 
     def transition_cache(self, pre, candidate_ids, anchor_ids, lm_head) -> torch.Tensor:
         """Score every candidate under every possible predecessor, all positions in parallel.
 
-            cache[t, a, b] = lm_head[C_t[b]] . refine(pre_t, C_{t-1}[a])      at t = 1: refine(pre_1, anchor)
+            cache[t, a, b] = lm_head[C_t[b]] . refine(pre_t, C_{t-1}[a])
 
-        pre [.., T, H], candidate_ids [.., T, K], anchor_ids [..], lm_head [V, H] -> [.., T, K, K] float32.
+        At t = 1 every row a is refine(pre_1, anchor). pre [.., T, H], candidate_ids C [.., T, K],
+        anchor_ids [..], lm_head [V, H] -> [.., T, K, K], float32.
         """
         first = anchor_ids[..., None, None].expand_as(candidate_ids[..., :1, :])
-        prev_ids = torch.cat((first, candidate_ids[..., :-1, :]), dim=-2)         # [.., T, K]
-        refined = self.refine(pre[..., None, :], prev_ids)                        # [.., T, K, H] by a
-        heads = lm_head[candidate_ids].to(refined.dtype)                          # [.., T, K, H] by b
+        prev_ids = torch.cat((first, candidate_ids[..., :-1, :]), dim=-2)   # [.., T, K]
+        refined = self.refine(pre[..., None, :], prev_ids)                  # [.., T, K, H] by a
+        heads = lm_head[candidate_ids].to(refined.dtype)                    # [.., T, K, H] by b
         return (refined @ heads.transpose(-1, -2)).float()
 
-    # -- incremental decoding -----------------------------------------------------------------
+    # -- incremental decoding ---------------------------------------------------------------------
 
     def start(self, target) -> DraftState:
-        """A fresh decoding state; the target's embedding and head are brought to the draft once."""
+        """A fresh decoding state; the target's embedding and head come to the draft's device."""
         check_pair(self.config, target)
         if not self.transfer_ready:
-            raise ValueError("the draft's token codes are not set: build it with DSpine.for_target or from_pretrained")
-        weight = self.fc.weight
-        return DraftState(*(m.weight.detach().to(weight.device, weight.dtype)
-                            for m in (target.get_input_embeddings(), target.get_output_embeddings())))
+            raise ValueError("the draft's token codes are not set: build it with DSpine.for_target "
+                             "or DSpine.from_pretrained")
+        bring = lambda m: m.weight.detach().to(self.fc.weight.device, self.fc.weight.dtype)
+        return DraftState(bring(target.get_input_embeddings()), bring(target.get_output_embeddings()))
 
     def extend_context(self, state: DraftState, context_states: torch.Tensor):
-        """Append the taps [s, n*H] of newly accepted positions to the context's keys and values."""
+        """Append the taps [s, n*H] of newly accepted positions to the context."""
         new = self.context_keys_values(context_states[None].to(self.fc.weight.device), state.length)
         state.keys_values = new if state.keys_values is None else [
-            tuple(torch.cat(pair, dim=2) for pair in zip(old, add)) for old, add in zip(state.keys_values, new)]
+            tuple(torch.cat(pair, dim=2) for pair in zip(old, add))
+            for old, add in zip(state.keys_values, new)]
         state.length += len(context_states)
 
     @torch.no_grad()
-    def propose(self, state: DraftState, context_states, anchor_id: int, length: int, *, temperature=0.0,
-                top_k=0, top_p=1.0, generator=None) -> Proposal:
-        """One draft step: append the new context, run [anchor, mask * length], choose `length` tokens.
+    def propose(self, state: DraftState, context_states, anchor_id: int, length: int, *,
+                temperature=0.0, top_k=0, top_p=1.0, generator=None) -> Proposal:
+        """One draft step: append the new context, run [anchor, mask * length], choose the tokens.
 
         context_states [s, n*H] are the taps of the positions accepted since the last step, so that
         the context covers every position before the anchor. length <= block_size - 1. Raises
@@ -570,13 +610,13 @@ class DSpine(nn.Module):
         """
         c, device = self.config, self.fc.weight.device
         self.extend_context(state, context_states)
-        B = length + 1 if c.attention == "causal" else c.block_size  # a causal prefix needs no more
+        causal = c.attention == "causal"
+        B = length + 1 if causal else c.block_size  # a causal prefix does not depend on the rest
         inputs = torch.full((1, 1, B), c.mask_token_id, device=device)
         inputs[..., 0] = anchor_id
         start = torch.tensor([[state.length]], device=device)
-        out = self.forward_blocks(
-            F.embedding(inputs, state.embed), start, state.keys_values,
-            block_mask(start, state.length, B, c.attention == "causal"), self.code(inputs[..., 0]))
+        out = self.forward_blocks(F.embedding(inputs, state.embed), start, state.keys_values,
+                                  block_mask(start, state.length, B, causal), self.code(inputs[..., 0]))
         slots = slice(1, length + 1)
         hidden, pre = out.hidden_states[0, 0, slots], out.pre_injection[0, 0, slots]  # [T, H]
         scores, candidate_ids = F.linear(hidden, state.lm_head).topk(c.top_k, dim=-1)  # [T, K]
@@ -591,11 +631,11 @@ class DSpine(nn.Module):
                                        top_k=top_k, top_p=top_p)
         return Proposal(tokens, candidate_ids, probs)
 
-    def decoder(self, block_size: int | None = None):
-        """A callable for transformers: target.generate(**inputs, custom_generate=draft.decoder())."""
-        return _TransformersDecoder(self, block_size)
+    def decoder(self, block_size: int | None = None) -> "TransformersDecoder":
+        """For transformers: target.generate(**inputs, custom_generate=draft.decoder())."""
+        return TransformersDecoder(self, block_size)
 
-    # -- checkpoints (sec. 9) -----------------------------------------------------------------
+    # -- checkpoints (sec. 9) ---------------------------------------------------------------------
 
     def save_pretrained(self, folder, slim: bool = False):
         """Write config.json and model.safetensors; each to a temporary name first, then renamed.
@@ -607,16 +647,19 @@ class DSpine(nn.Module):
         tensors = {k: v.detach().contiguous() for k, v in self.state_dict().items()}
         if slim:
             if self.transfer_directions is None:
-                raise ValueError("slim needs the transfer mean and directions, which a published checkpoint does not "
-                                 "hold: load it with target=... or build the draft with DSpine.for_target")
+                raise ValueError("a slim checkpoint needs the transfer mean and directions, which a "
+                                 "published one does not hold: start from DSpine.for_target")
             del tensors["transfer_codes"], tensors["transfer_ready"]
-            tensors |= {"transfer_mean": self.transfer_mean, "transfer_directions": self.transfer_directions}
+            tensors |= {"transfer_mean": self.transfer_mean,
+                        "transfer_directions": self.transfer_directions}
+        config = {**self.config.to_dict(),
+                  "dtype": str(self.fc.weight.dtype).removeprefix("torch.")}
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {**self.config.to_dict(), "dtype": str(self.fc.weight.dtype).removeprefix("torch.")}
         for name, write in (
-                ("config.json", lambda p: p.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")),
-                ("model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))):
+                ("model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"})),
+                ("config.json", lambda p: p.write_text(json.dumps(config, indent=2) + "\n",
+                                                       encoding="utf-8"))):
             part = folder / f"{name}.part{os.getpid()}"
             try:
                 write(part)
@@ -626,40 +669,46 @@ class DSpine(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, target=None) -> "DSpine":
-        """Load a draft, published or slim. With `target` the pairing is checked and the draft takes the
-        target's dtype and device. Raises FileNotFoundError, or ValueError naming the tensors that
-        are missing, unexpected or of the wrong shape, or both sides of a pairing that does not fit."""
+        """Load a draft, published or slim.
+
+        With `target` the pairing is checked and the draft takes its dtype and device. Raises
+        FileNotFoundError, or ValueError naming the tensors that are missing, unexpected or of the
+        wrong shape, or both sides of a pairing that does not fit.
+        """
         from safetensors.torch import load_file
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder} holds no {name}: not a DSpine draft (train one with train_small.py)")
-        config = DSpineConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+                raise FileNotFoundError(f"{folder} holds no {name}: not a DSpine draft "
+                                        "(train one with train_small.py)")
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        c = DSpineConfig.from_dict(raw)
         if target is not None:
-            check_pair(config, target)
+            check_pair(c, target)
         tensors = load_file(folder / "model.safetensors")
-        if (folder / "transfer.safetensors").is_file():  # some releases keep the codes in a second file
+        if (folder / "transfer.safetensors").is_file():  # some releases keep the codes apart
             tensors["transfer_codes"] = load_file(folder / "transfer.safetensors")["codes"]
             tensors["transfer_ready"] = torch.tensor(True)
-        slim = {k: tensors.pop(k) for k in ("transfer_mean", "transfer_directions") if k in tensors}
         with torch.device("meta"):
-            draft = cls(config)
-        expected = draft.state_dict()
+            draft = cls(c)
+        shapes = {k: v.shape for k, v in draft.state_dict().items()}
+        slim = "transfer_directions" in tensors
         if slim:
             if target is None:
-                raise ValueError(f"{folder} is a slim draft: its token codes are rebuilt from the target's head, so "
-                                 "pass the target")
-            del expected["transfer_codes"], expected["transfer_ready"]
-        check_tensors(folder, tensors, {k: v.shape for k, v in expected.items()})
+                raise ValueError(f"{folder} is a slim draft: its token codes are rebuilt from the "
+                                 "target's head, so pass the target")
+            del shapes["transfer_codes"], shapes["transfer_ready"]
+            shapes |= {"transfer_mean": (c.hidden_size,),
+                       "transfer_directions": (c.hidden_size, c.transfer_rank)}
+        check_tensors(folder, tensors, shapes)
         draft.load_state_dict(tensors, strict=False, assign=True)
         if slim:
-            draft.transfer_codes = torch.empty(config.vocab_size, config.transfer_rank)
+            draft.transfer_codes = torch.empty(c.vocab_size, c.transfer_rank)
             draft.transfer_ready = torch.tensor(False)
-            shapes = {"transfer_mean": (config.hidden_size,), "transfer_directions": (config.hidden_size, config.transfer_rank)}
-            check_tensors(folder, slim, shapes)
-            draft.set_transfer_space(target.get_output_embeddings().weight, slim["transfer_mean"], slim["transfer_directions"])
+            draft.set_transfer_space(target.get_output_embeddings().weight,
+                                     tensors["transfer_mean"], tensors["transfer_directions"])
         elif not draft.transfer_ready:
-            raise ValueError(f"{folder}: transfer_ready is false, the token codes were never computed")
+            raise ValueError(f"{folder}: transfer_ready is false, the codes were never computed")
         draft.requires_grad_(False).eval()
         return draft if target is None else draft.to(target.device, target.dtype)
 
@@ -668,29 +717,31 @@ def check_tensors(folder, tensors: dict, shapes: dict):
     """Raise one ValueError that names every missing, unexpected or wrongly shaped tensor."""
     wrong = [f"missing {k}" for k in shapes if k not in tensors]
     wrong += [f"unexpected {k}" for k in tensors if k not in shapes]
-    wrong += [f"{k} has shape {tuple(v.shape)}, expected {tuple(shapes[k])}" for k, v in tensors.items()
-              if k in shapes and tuple(v.shape) != tuple(shapes[k])]
+    wrong += [f"{k} has shape {tuple(v.shape)}, expected {tuple(shapes[k])}"
+              for k, v in tensors.items() if k in shapes and tuple(v.shape) != tuple(shapes[k])]
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(f"{folder}/model.safetensors does not fit its config.json: {'; '.join(wrong[:8])}{more}")
+        raise ValueError(f"{folder}/model.safetensors does not fit its config.json: "
+                         f"{'; '.join(wrong[:8])}{more}")
 
 
 def check_pair(config: DSpineConfig, target):
     """Refuse a draft made for another target, naming both values (ValueError)."""
     head = target.get_output_embeddings()
     if head is None or target.get_input_embeddings() is None:
-        raise ValueError(f"{type(target).__name__} has no embedding or output head: not a causal language model")
-    text = target.config.get_text_config()
-    for name, mine, theirs in (("hidden_size", config.hidden_size, head.weight.shape[1]),
-                               ("vocab_size", config.vocab_size, head.weight.shape[0]),
-                               ("num_target_layers", config.num_target_layers, text.num_hidden_layers)):
-        if mine != theirs:
-            raise ValueError(f"the draft was made for another target: its {name} is {mine}, the target's is {theirs}")
+        raise ValueError(f"{type(target).__name__} has no embedding or output head: not a causal "
+                         "language model")
+    V, H = head.weight.shape
+    layers = target.config.get_text_config().num_hidden_layers
+    for name, theirs in (("hidden_size", H), ("vocab_size", V), ("num_target_layers", layers)):
+        if (mine := getattr(config, name)) != theirs:
+            raise ValueError(f"the draft was made for another target: its {name} is {mine}, "
+                             f"the target's is {theirs}")
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 6. Training objective (sec. 6)
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def alignment_beta(step: int, c: DSpineConfig) -> float:
@@ -699,79 +750,82 @@ def alignment_beta(step: int, c: DSpineConfig) -> float:
 
 
 def replacement_rate(progress: float, c: DSpineConfig) -> float:
-    """rho: replacement_probability until 1/6 of training, then linear to 0 at 1/3. progress in 0 .. 1."""
+    """rho at `progress` 0 .. 1: replacement_probability until 1/6, then linear to 0 at 1/3."""
     hold, end = c.replacement_hold_ratio, c.replacement_end_ratio
-    if progress < hold:
-        return c.replacement_probability
-    return c.replacement_probability * max(0.0, (end - progress) / max(end - hold, 1e-9))
+    falling = (end - progress) / max(end - hold, 1e-9)
+    return c.replacement_probability * min(1.0, max(0.0, falling))
 
 
-def sample_anchors(loss_mask: torch.Tensor, count: int, generator=None) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_anchors(loss_mask: torch.Tensor, count: int, generator=None):
     """Up to `count` distinct anchors a row, where the FIRST proposal (position p+1) is supervised.
 
     loss_mask [N, S] -> anchors [N, A] ascending, and valid [N, A]; rows with fewer anchors are
     padded with invalid ones.
     """
-    legal = F.pad(loss_mask[:, 1:], (0, 1)).bool()                                # [N, S]
+    legal = F.pad(loss_mask[:, 1:], (0, 1)).bool()                          # [N, S]
     A = max(1, min(count, int(legal.sum(1).max())))
-    rank = torch.rand(legal.shape, generator=generator, device=legal.device).masked_fill(~legal, 2.0)
-    anchors = rank.argsort(dim=1)[:, :A].sort(dim=1).values
+    order = torch.rand(legal.shape, generator=generator, device=legal.device)
+    anchors = order.masked_fill(~legal, 2.0).argsort(dim=1)[:, :A].sort(dim=1).values
     return anchors, legal.gather(1, anchors)
 
 
 def gather_blocks(row: torch.Tensor, anchors: torch.Tensor, B: int) -> torch.Tensor:
-    """row [N, S, ..] at positions anchors .. anchors+B-1 -> [N, A, B, ..]; past the end: the last one."""
-    at = (anchors[..., None] + torch.arange(B, device=row.device)).clamp_(max=row.shape[1] - 1)
-    return row[torch.arange(len(row), device=row.device)[:, None, None], at]
+    """row [N, S, ..] at anchors .. anchors+B-1 -> [N, A, B, ..]; past the end: the last one."""
+    at = anchors[..., None] + torch.arange(B, device=row.device)
+    n = torch.arange(len(row), device=row.device)[:, None, None]
+    return row[n, at.clamp_(max=row.shape[1] - 1)]
 
 
-def supervised_slots(loss_mask: torch.Tensor, anchors: torch.Tensor, valid: torch.Tensor, B: int) -> torch.Tensor:
-    """[N, A, T]: slot t of a block is supervised while every token up to p+t is (sec. 6)."""
-    S = loss_mask.shape[1]
-    at = anchors[..., None] + torch.arange(1, B, device=anchors.device)           # [N, A, T]
-    inside = gather_blocks(loss_mask.bool(), anchors, B)[..., 1:] & (at < S)
+def supervised_slots(loss_mask, anchors, valid, B: int) -> torch.Tensor:
+    """[N, A, T]: slot t of a block is supervised while every token up to p+t is."""
+    at = anchors[..., None] + torch.arange(1, B, device=anchors.device)     # [N, A, T]
+    inside = gather_blocks(loss_mask.bool(), anchors, B)[..., 1:] & (at < loss_mask.shape[1])
     return (inside & valid[..., None]).cumprod(dim=-1).bool()
 
 
-def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig, softcap: float | None = None):
-    """The four terms that look at logits, a value a token: ce, l1, ce', l1' as [4, tokens]; candidates.
-
-        Q = softmax(W hidden), P = softmax(W teacher), y = label
-        ce  = -log Q(y)                              l1  = sum_v |Q(v) - P(v)|            (= 2 TV)
-        candidates = top-K of Q (no gradient through the choice), Q' = softmax of W[candidates] . refined
-        ce' = -log Q'(y) if y is a candidate, else 0
-        l1' = sum |Q' - P renormalised on the candidates|, 0 where its mass there is <= 1e-4
-
-    hidden, refined, teacher [tokens, H], labels [tokens]. `softcap` is the target's own cap on
-    its logits (Gemma): P is the distribution the target really samples from.
-    """
-    log_q = F.linear(hidden, lm_head).float().log_softmax(-1)                     # [tokens, V]
-    p = teacher_distribution(teacher, lm_head, softcap)                           # [tokens, V]
-    ce = -log_q.gather(-1, labels[:, None])[:, 0]
-    l1 = (log_q.exp() - p).abs().sum(-1)
-    candidates = log_q.detach().topk(c.top_k, dim=-1).indices                     # [tokens, K]
-    ce2, l12 = candidate_losses(refined, labels, candidates, p.gather(-1, candidates), lm_head, c)
-    return torch.stack((ce, l1, ce2, l12)), candidates
-
-
 def teacher_distribution(teacher, lm_head, softcap: float | None = None) -> torch.Tensor:
-    """P = softmax(W teacher): [.., H] -> [.., V] in float32."""
+    """P = softmax(W teacher): [.., H] -> [.., V], float32. softcap: the target's own (Gemma)."""
     logits = F.linear(teacher, lm_head).float()
     return (softcap * torch.tanh(logits / softcap) if softcap else logits).softmax(-1)
 
 
+def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig, softcap=None):
+    """The four terms that look at logits, a value a token: [4, tokens]; candidates [tokens, K].
+
+        Q = softmax(W hidden), P = softmax(W teacher), y = label
+        ce  = -log Q(y)
+        l1  = sum_v |Q(v) - P(v)|                                               (= 2 TV)
+        candidates = top-K of Q (no gradient through the choice)
+        ce', l1': see candidate_losses
+
+    hidden, refined, teacher [tokens, H], labels [tokens].
+    """
+    log_q = F.linear(hidden, lm_head).float().log_softmax(-1)               # [tokens, V]
+    p = teacher_distribution(teacher, lm_head, softcap)                     # [tokens, V]
+    ce = -log_q.gather(-1, labels[:, None])[:, 0]
+    l1 = (log_q.exp() - p).abs().sum(-1)
+    candidates = log_q.detach().topk(c.top_k, dim=-1).indices               # [tokens, K]
+    p = p.gather(-1, candidates)
+    return torch.stack((ce, l1, *candidate_losses(refined, labels, candidates, p, lm_head, c))), candidates
+
+
 def candidate_losses(refined, labels, candidates, p, lm_head, c: DSpineConfig):
-    """ce' and l1' of vocabulary_losses, [tokens] each; candidates and their target probabilities p [tokens, K]."""
+    """The refinement's terms ce', l1' [tokens], over K candidates with target probabilities p.
+
+        Q'  = softmax over candidates of W[candidate] . refined
+        ce' = -log Q'(y) if y is a candidate, else 0
+        l1' = sum |Q' - p / sum p|, 0 where the candidates' mass sum p <= 1e-4
+    """
     scores = (lm_head[candidates] @ refined[..., None].to(lm_head.dtype))[..., 0]  # [tokens, K]
     log_q = scores.float().log_softmax(-1)
-    ce = -(log_q * (candidates == labels[:, None])).sum(-1)                       # at most one is the label
+    ce = -(log_q * (candidates == labels[:, None])).sum(-1)                 # at most one is y
     mass = p.sum(-1, keepdim=True)
     l1 = (log_q.exp() - p / mass.clamp_min(1e-20)).abs().sum(-1)
     return ce, l1 * (mass[:, 0] > c.candidate_mass_threshold)
 
 
 def chunked_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap, chunk):
-    """a ce + (1-a) l1 + a ce' + (1-a) l1' summed with `weights` [tokens]; the four sums; candidates.
+    """a ce + (1-a) l1 + a ce' + (1-a) l1' summed with `weights` [tokens]; the sums; candidates.
 
     Plain twin of train_small's fused one. teacher [U, H] holds each target position once, index
     [tokens] (ascending) points into it. Checkpointing recomputes a chunk's logits in the backward
@@ -779,22 +833,22 @@ def chunked_losses(hidden, refined, labels, weights, teacher, index, lm_head, c,
     """
     sums, candidates = 0.0, []
     for part in torch.arange(len(labels), device=labels.device).split(chunk):
-        losses, top = torch.utils.checkpoint.checkpoint(
-            vocabulary_losses, hidden[part], refined[part], labels[part], teacher[index[part]], lm_head, c, softcap,
-            use_reentrant=False)
-        sums = sums + losses @ weights[part]                                      # [4]
+        losses, top = checkpoint(
+            vocabulary_losses, hidden[part], refined[part], labels[part], teacher[index[part]],
+            lm_head, c, softcap, use_reentrant=False)
+        sums = sums + losses @ weights[part]                                # [4]
         candidates.append(top)
     return sums @ sums.new_tensor([a, 1 - a, a, 1 - a]), sums.detach(), torch.cat(candidates)
 
 
 def cosine_alignment(features, labels, codes) -> torch.Tensor:
-    """1 - cos(feature, e(y)): features [L, tokens, r], labels [tokens], codes [V, r] -> [L, tokens]."""
+    """1 - cos(feature, e(y)): features [L, tokens, r], labels, codes [V, r] -> [L, tokens]."""
     return 1 - F.cosine_similarity(features.float(), codes[labels].float(), dim=-1)
 
 
-def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden, lm_head, *,
-              beta: float, ce_weight: float | None = None, softcap: float | None = None, chunk: int = 512,
-              losses=chunked_losses, alignment=cosine_alignment):
+def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden, lm_head,
+              *, beta: float, ce_weight: float | None = None, softcap: float | None = None,
+              chunk: int = 512, losses=chunked_losses, alignment=cosine_alignment):
     """loss = a ce + (1-a) l1 + (a ce' + (1-a) l1') + beta * stopgrad(ce) * alignment, a = ce_weight.
 
     All terms are means over supervised proposal tokens, weighted by w_t = exp(-(t-1)/7);
@@ -806,42 +860,42 @@ def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, t
     """
     c, B, S = draft.config, out.hidden_states.shape[2], input_ids.shape[1]
     a = c.ce_weight if ce_weight is None else ce_weight
-    slot = torch.arange(B - 1, device=anchors.device)                             # t - 1
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None, None] * S
-    before = (rows + (anchors[..., None] + slot).clamp(max=S - 1)).flatten()      # flat position of P_t: p + t - 1
-    keep = supervised.flatten().nonzero()[:, 0]                                   # tokens that count,
-    keep = keep[before[keep].argsort(stable=True)]                                # by target position
+    slot = torch.arange(B - 1, device=anchors.device)                       # t - 1
+    row = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+    # P_t is read at the token before it, p + t - 1: its place in the flattened teacher states
+    before = (row * S + (anchors[..., None] + slot).clamp(max=S - 1)).flatten()
+    keep = supervised.flatten().nonzero()[:, 0]                             # tokens that count,
+    keep = keep[before[keep].argsort(stable=True)]                          # by target position
     if len(keep) == 0:
         zero = (out.hidden_states.float().sum() + out.layer_features.float().sum()) * 0.0
-        return zero, {"ce": 0.0, "l1": 0.0, "refinement": 0.0, "alignment": 0.0, "weight": 0.0, "tokens": 0}
-    pick = lambda x: x.flatten(0, 2)[keep]
-    blocks = gather_blocks(input_ids, anchors, B)                                 # [N, A, B]
-    labels, slot = pick(blocks[..., 1:]), pick(slot.expand(supervised.shape))     # [tokens]
+        return zero, dict.fromkeys(("ce", "l1", "refinement", "alignment", "weight", "tokens"), 0)
+    pick = lambda x: x.flatten(0, 2)[keep]                                  # [N, A, T, ..] -> [tokens, ..]
+    blocks = gather_blocks(input_ids, anchors, B)                           # [N, A, B]
+    labels, slot = pick(blocks[..., 1:]), pick(slot.expand(supervised.shape))
     w = torch.exp(-slot / 7)
-    total = w.sum()
     refined = draft.refine(pick(out.pre_injection[..., 1:, :]), pick(blocks[..., :-1]))
     position, index = before[keep].unique_consecutive(return_inverse=True)
     loss, (ce, l1, ce2, l12), candidates = losses(
-        pick(out.hidden_states[..., 1:, :]), refined, labels, w / total, teacher_hidden.flatten(0, 1)[position], index,
-        lm_head, c, a, softcap, chunk)
-    features = torch.stack([pick(f[..., 1:, :]) for f in out.layer_features])     # [L, tokens, r]
-    align = alignment(features, labels, draft.transfer_codes) @ (w / total)       # [L]
-    loss = loss + beta * ce * align.sum()                                         # ce carries no gradient
-    top1 = (candidates[:, 0] == labels).float()
-    return loss, {"ce": ce.item(), "l1": l1.item(), "refinement": (a * ce2 + (1 - a) * l12).item(),
-                  "alignment": align.sum().item(), "alignment_by_layer": align.tolist(),
-                  "top1_by_slot": [top1[slot == t].mean().item() for t in range(B - 1)],
-                  "coverage": (candidates == labels[:, None]).any(-1).float().mean().item(),
-                  "weight": total.item(), "tokens": len(keep)}
+        pick(out.hidden_states[..., 1:, :]), refined, labels, w / w.sum(),
+        teacher_hidden.flatten(0, 1)[position], index, lm_head, c, a, softcap, chunk)
+    features = torch.stack([pick(f[..., 1:, :]) for f in out.layer_features])  # [L, tokens, r]
+    align = alignment(features, labels, draft.transfer_codes) @ (w / w.sum())  # [L]
+    loss = loss + beta * ce * align.sum()                                   # ce has no gradient
+    hit = candidates == labels[:, None]                                     # [tokens, K]
+    return loss, {
+        "ce": ce.item(), "l1": l1.item(), "refinement": (a * ce2 + (1 - a) * l12).item(),
+        "alignment": align.sum().item(), "alignment_by_layer": align.tolist(),
+        "top1_by_slot": [hit[slot == t, 0].float().mean().nan_to_num().item() for t in range(B - 1)],
+        "coverage": hit.any(-1).float().mean().item(), "weight": w.sum().item(), "tokens": len(keep)}
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 7. Choosing tokens (sec. 7, 8)
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
-def sampling_distribution(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """The one filter: logits [.., V] -> probabilities, used for plain sampling, draft and verification.
+def sampling_distribution(logits, temperature: float, top_k: int = 0, top_p: float = 1.0):
+    """The one filter, logits [.., V] -> probabilities: plain sampling, draft and verification.
 
     Order as in transformers: temperature, then the top_k largest, then the smallest set whose mass
     reaches top_p. Temperature 0 is a one-hot at the argmax.
@@ -850,82 +904,88 @@ def sampling_distribution(logits: torch.Tensor, temperature: float, top_k: int =
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     logits = logits / temperature
     if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], -torch.inf)
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p < 1:
         values, order = logits.sort(dim=-1, descending=True)
         probs = values.softmax(-1)
-        drop = probs.cumsum(-1) - probs >= top_p                                  # mass before it suffices
+        drop = probs.cumsum(-1) - probs >= top_p                            # mass before suffices
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
     return logits.softmax(-1)
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Sample by inversion: probs [.., V] (any positive sum) and uniform [..] in [0, 1) -> index [..].
+    """Sample by inversion: probs [.., V] of any positive sum, uniform [..] in [0, 1) -> index [..].
 
     The first index whose cumulative sum exceeds uniform * total: never one of probability zero.
     """
     cdf = probs.cumsum(-1)
-    return torch.searchsorted(cdf, uniform[..., None] * cdf[..., -1:], right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
+    index = torch.searchsorted(cdf, uniform[..., None] * cdf[..., -1:], right=True)[..., 0]
+    return index.clamp_(max=probs.shape[-1] - 1)
 
 
-def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, *, top_k: int = 0, top_p: float = 1.0):
+def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, *, top_k: int = 0,
+                top_p: float = 1.0):
     """Walk the transition cache left to right: look-ups only.
 
     Row a of cache[t] belongs to the candidate chosen at t-1. Temperature 0 takes its argmax, else a
     sample of softmax(row / temperature), filtered like the target's distribution.
 
-    cache [.., T, K, K], candidate_ids [.., T, K] -> tokens [.., T], rows [.., T] (the index chosen among
-    the candidates), probs [.., T, K] (the distribution it came from: what verification must use).
+    cache [.., T, K, K], candidate_ids [.., T, K] -> tokens [.., T], rows [.., T] (the index chosen
+    among the candidates), probs [.., T, K] (what it was drawn from: verification must use these).
     """
-    T, K = candidate_ids.shape[-2:]
-    row = torch.zeros(candidate_ids.shape[:-2], dtype=torch.long, device=cache.device)  # at t = 1 all rows agree
-    uniform = torch.rand((*row.shape, T), generator=generator, device=cache.device) if temperature > 0 else None
+    *lead, T, K = candidate_ids.shape
+    row = torch.zeros(lead, dtype=torch.long, device=cache.device)          # at t = 1 rows agree
+    uniform = torch.rand((*lead, T), generator=generator, device=cache.device) if temperature else None
     rows, probs = [], []
     for t in range(T):
-        scores = cache[..., t, :, :].gather(-2, row[..., None, None].expand(*row.shape, 1, K)).squeeze(-2)  # [.., K]
+        at = row[..., None, None].expand(*lead, 1, K)
+        scores = cache[..., t, :, :].gather(-2, at).squeeze(-2)             # [.., K]
         q = sampling_distribution(scores, temperature, top_k, top_p)
-        row = inverse_cdf(q, uniform[..., t]) if temperature > 0 else scores.argmax(-1)
+        row = inverse_cdf(q, uniform[..., t]) if temperature else scores.argmax(-1)
         rows.append(row)
         probs.append(q)
     rows, probs = torch.stack(rows, -1), torch.stack(probs, -2)
     return candidate_ids.gather(-1, rows[..., None]).squeeze(-1), rows, probs
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 8. Verification (sec. 8): lossless
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def verify_greedy(logits: torch.Tensor, proposals: torch.Tensor) -> tuple[int, int]:
-    """Keep proposals [T] while they equal the target's argmax; logits [T+1, V] -> (accepted, next token)."""
-    best = logits.argmax(-1)                                                      # [T+1]
+    """Keep proposals [T] while they equal the argmax of logits [T+1, V]: (accepted, next token)."""
+    best = logits.argmax(-1)                                                # [T+1]
     accepted = int((best[:-1] == proposals).cumprod(0).sum())
     return accepted, int(best[accepted])
 
 
 def verify_sampled(target_probs, proposal: Proposal, uniform) -> tuple[int, int]:
-    """Rejection sampling (Leviathan et al.; Chen et al. 2023) with a K-sparse proposal distribution.
+    """Rejection sampling (Leviathan et al.; Chen et al. 2023) with a K-sparse draft distribution.
 
         accept x_t with probability min(1, p(x_t) / q(x_t));
-        at the first refusal sample normalize(max(p - q, 0)), after a full block p of the last position.
+        at the first refusal sample normalize(max(p - q, 0)), after a full block the last p.
 
     target_probs [T+1, V] is the target after its filters, uniform [T+1] in [0, 1) decides the T
     acceptances and the last draw. Returns (accepted, next token).
     """
-    T = len(proposal.tokens)
-    p = target_probs[:T].gather(-1, proposal.tokens[:, None])[:, 0]               # [T]
-    q = (proposal.probs * (proposal.candidate_ids == proposal.tokens[:, None])).sum(-1)
+    tokens, candidate_ids, draft_probs = proposal
+    T = len(tokens)
+    p = target_probs[:T].gather(-1, tokens[:, None])[:, 0]                  # [T]
+    q = (draft_probs * (candidate_ids == tokens[:, None])).sum(-1)          # [T]
     accepted = int((uniform[:T] * q < p).cumprod(0).sum())
     probs = target_probs[accepted]
     if accepted < T:
-        residual = probs.scatter_add(0, proposal.candidate_ids[accepted], -proposal.probs[accepted].to(probs.dtype)).clamp_(min=0)
+        minus = -draft_probs[accepted].to(probs.dtype)
+        residual = probs.scatter_add(0, candidate_ids[accepted], minus).clamp_(min=0)
         probs = residual if residual.sum() > 0 else probs  # rounding can empty it when p = q
     return accepted, int(inverse_cdf(probs, uniform[T]))
 
 
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # 9. Decoding loop
-# ---------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -934,7 +994,7 @@ class Step:
     tokens: list[int]
     proposed: int = 0                  # tokens proposed to that forward
     accepted: int = 0                  # how many of them the target kept, before any cut
-    source: str = "target"             # who proposed: "draft" | "copy"; "target" where nothing was
+    source: str = "target"             # who proposed: "draft" | "copy"; "target": nobody did
 
 
 @dataclass
@@ -943,7 +1003,7 @@ class Statistics:
     new_tokens: int = 0
     target_forwards: int = 0           # after prefill
     accept_lengths: list[int] = field(default_factory=list)  # tokens emitted by each of them
-    emitted_by: dict[str, int] = field(default_factory=lambda: {"draft": 0, "copy": 0, "target": 0})
+    emitted_by: dict = field(default_factory=lambda: {"draft": 0, "copy": 0, "target": 0})
     finish_reason: str = "length"      # or "eos"
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -965,41 +1025,34 @@ class Statistics:
         return sum(self.accept_lengths) / max(1e-9, self.draft_seconds + self.verify_seconds)
 
 
-def token_id_set(ids) -> set[int]:
-    """None, one id, or several (list, tensor) -> a set."""
-    if ids is None:
-        return set()
-    ids = ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids
-    return {int(i) for i in ([ids] if isinstance(ids, int) else ids)}
-
-
 class TargetRunner:
-    """The target's forward over a cache that can be rolled back; keeps only the tapped hidden states."""
+    """The target's forward over a cache that can be rolled back; returns only the tapped states."""
 
     def __init__(self, target, target_layer_ids=()):
         from transformers import DynamicCache
         self.target, self.taps = target, list(target_layer_ids)
         self.cache = DynamicCache(config=target.config)
 
-    def __call__(self, ids: torch.Tensor, logits_to_keep: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """ids [1, s] -> logits [logits_to_keep, V] (float32 or wider) and taps [s, n*H]."""
-        out = self.target(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=logits_to_keep,
-                          output_hidden_states=bool(self.taps))
-        self.cache = out.cache
-        taps = torch.cat([out.hidden_states[l + 1][0] for l in self.taps], dim=-1) if self.taps else None
-        logits = out.logits[0]
+    def __call__(self, ids: torch.Tensor, logits_to_keep: int):
+        """ids [1, s] -> logits [logits_to_keep, V] in float32 or wider, taps [s, n*H] or None."""
+        out = self.target(input_ids=ids, cache=self.cache, use_cache=True,
+                          logits_to_keep=logits_to_keep, output_hidden_states=bool(self.taps))
+        self.cache, logits, taps = out.cache, out.logits[0], None
+        if self.taps:
+            taps = torch.cat([out.hidden_states[l + 1][0] for l in self.taps], dim=-1)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taps
 
     def begin_rollback(self):
-        """Called after prefill: from here on forwards may be undone. ValueError where they can not be."""
+        """Called after prefill: forwards may be undone from here on. ValueError where they can not."""
         if not self.cache.is_croppable:
-            kinds = sorted({type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable})
-            raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled back ({', '.join(kinds)}), "
-                             "so rejected proposals would stay in it: speculative decoding is not lossless here")
+            kinds = {type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}
+            raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled back "
+                             f"({', '.join(sorted(kinds))}): rejected proposals would stay in it, so "
+                             "speculative decoding is not lossless here")
         self.cache.activate_past_recording()
 
     def rollback(self, count: int):
-        """Forget the last `count` tokens. Also called with 0: sliding windows trim themselves here."""
+        """Forget the last `count` tokens. Called with 0 too: sliding windows trim themselves here."""
         self.cache.crop(-count)
 
 
@@ -1037,48 +1090,55 @@ def copy_proposal(tokens: list[int], device) -> Proposal:
     return Proposal(tokens, tokens[:, None], torch.ones(len(tokens), 1, device=device))
 
 
-def check_request(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, block_size) -> int:
+def check_request(target, draft, input_ids, max_new_tokens, filters, block_size) -> int:
     """Refuse what the loop can not do (ValueError); returns the block size."""
     trained = draft.config.block_size if draft is not None else 16
     block_size = trained if block_size is None else block_size
+    temperature, top_k, top_p = filters["temperature"], filters["top_k"], filters["top_p"]
     V, S = target.get_input_embeddings().weight.shape[0], input_ids.shape[-1]
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    for bad, why in (
-            (input_ids.dim() != 2 or input_ids.shape[0] != 1,
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for ok, why in (
+            (input_ids.dim() == 2 and input_ids.shape[0] == 1,
              f"input_ids must be [1, S] (batch size 1 only), got {tuple(input_ids.shape)}"),
-            (S == 0, "the prompt is empty: give at least one token"),
-            (S and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < V,
+            (S > 0, "the prompt is empty: give at least one token"),
+            (S == 0 or 0 <= int(input_ids.min()) <= int(input_ids.max()) < V,
              f"input_ids must lie in 0 .. {V - 1}"),
-            (max_new_tokens < 0, f"max_new_tokens = {max_new_tokens}: must not be negative"),
-            (limit and S + max_new_tokens > limit,
-             f"the prompt ({S} tokens) and max_new_tokens = {max_new_tokens} exceed the target's {limit} "
-             "positions: shorten either"),
-            (not 0 <= temperature < math.inf, f"temperature = {temperature}: must be 0 or positive"),
-            (top_k < 0, f"top_k = {top_k}: must be 0 (off) or positive"),
-            (not 0 < top_p <= 1, f"top_p = {top_p}: must lie in (0, 1]"),
-            (not 2 <= block_size <= trained,
+            (max_new_tokens >= 0, f"max_new_tokens = {max_new_tokens}: must not be negative"),
+            (S + max_new_tokens <= limit, f"the prompt ({S} tokens) and max_new_tokens = "
+             f"{max_new_tokens} exceed the target's {limit} positions: shorten either"),
+            (0 <= temperature < math.inf, f"temperature = {temperature}: must be 0 or positive"),
+            (top_k >= 0, f"top_k = {top_k}: must be 0 (off) or positive"),
+            (0 < top_p <= 1, f"top_p = {top_p}: must lie in (0, 1]"),
+            (2 <= block_size <= trained,
              f"block_size = {block_size}: must lie in 2 .. {trained}, the trained one")):
-        if bad:
+        if not ok:
             raise ValueError(why)
     return block_size
 
 
 @torch.no_grad()
-def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size,
-            generator, copy):
-    """The one loop: propose, verify, roll back. Without draft and copy it proposes nothing: plain decoding."""
-    block_size = check_request(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, block_size)
+def _decode(target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size, generator,
+            copy):
+    """The one loop: propose, verify, roll back. Without draft and copy it is plain decoding."""
+    block_size = check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
     stats, eos = Statistics(), token_id_set(eos_token_ids)
     if max_new_tokens == 0:
         return stats
-    device, input_ids = target.get_input_embeddings().weight.device, input_ids.to(target.device)
-    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    device = target.get_input_embeddings().weight.device
+    greedy, speculative = filters["temperature"] == 0, draft is not None or copy
     nothing = copy_proposal([], device)
 
     def clock() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
+
+    def choose(logits, proposal) -> tuple[int, int]:
+        """(accepted, next token) of a verified block; an empty proposal just takes a token."""
+        if greedy:
+            return verify_greedy(logits, proposal.tokens)
+        uniform = torch.rand(len(logits), generator=generator, device=logits.device)
+        return verify_sampled(sampling_distribution(logits, **filters), proposal, uniform)
 
     def emit(tokens: list[int]) -> list[int]:
         """Cut at the budget and behind the first end-of-sequence token, whichever comes first."""
@@ -1090,18 +1150,14 @@ def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p,
         return tokens
 
     began = clock()
+    input_ids = input_ids.to(device)
     runner = TargetRunner(target, draft.config.target_layer_ids if draft is not None else ())
     logits, taps = runner(input_ids, logits_to_keep=1)
-    waiting = [taps]                                     # taps the draft has not read yet
-    state = draft.start(target) if draft is not None else None
-    index = CopyIndex(input_ids[0].tolist()) if copy else None
-    if draft is not None or copy:
+    if speculative:
         runner.begin_rollback()
-    if temperature == 0:
-        anchor = int(logits[-1].argmax())
-    else:
-        uniform = torch.rand((), generator=generator, device=logits.device)
-        anchor = int(inverse_cdf(sampling_distribution(logits[-1], **filters), uniform))
+    state, waiting = draft.start(target) if draft is not None else None, [taps]
+    index = CopyIndex(input_ids[0].tolist()) if copy else None
+    _, anchor = choose(logits, nothing)
     stats.prefill_seconds = clock() - began
     tokens = emit([anchor])
     stats.emitted_by["target"] += 1
@@ -1109,35 +1165,34 @@ def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p,
 
     kept = {"draft": 0.0, "copy": float(block_size)}     # running means of accepted proposals
     while stats.finish_reason != "eos" and stats.new_tokens < max_new_tokens:
+        # -- propose: every forward adds a token of the target's own, so leave room for it ---------
         began = clock()
-        # every forward adds a token of the target's own: leave room for it in the budget
         length = min(block_size - 1, max_new_tokens - stats.new_tokens - 1)
         proposal, source = nothing, "target"
-        if copy:
+        if copy and length > 0:
             index.extend(tokens)
-            # a copy that keeps less than the draft does is worth its round only where it is the sole one
-            if length > 0 and (draft is None or kept["copy"] >= kept["draft"]) and (found := index.propose(length)):
-                proposal, source = copy_proposal(found, device), "copy"
-        if source == "target" and draft is not None and length > 0:
-            proposal = draft.propose(state, torch.cat(waiting), anchor, length, **filters, generator=generator)
-            proposal, source, waiting = Proposal(*(x.to(logits.device) for x in proposal)), "draft", []
-        proposed = len(proposal.tokens)
-        drafted = clock()
-        block = torch.cat((proposal.tokens.new_tensor([anchor]), proposal.tokens)).to(device)[None]
-        logits, taps = runner(block, logits_to_keep=proposed + 1)                 # [proposed + 1, V]
-        if temperature == 0:
-            accepted, anchor = verify_greedy(logits, proposal.tokens)
-        else:
-            uniform = torch.rand(proposed + 1, generator=generator, device=logits.device)
-            accepted, anchor = verify_sampled(sampling_distribution(logits, **filters), proposal, uniform)
-        if draft is not None or copy:
+            if draft is None or kept["copy"] >= kept["draft"]:
+                if found := index.propose(length):
+                    proposal, source = copy_proposal(found, device), "copy"
+        if draft is not None and length > 0 and source == "target":
+            proposal = draft.propose(state, torch.cat(waiting), anchor, length, **filters,
+                                     generator=generator)
+            proposal, source = Proposal(*(x.to(device) for x in proposal)), "draft"
+            waiting = []
+        proposed, drafted = len(proposal.tokens), clock()
+        # -- verify --------------------------------------------------------------------------------
+        block = torch.cat((proposal.tokens.new_tensor([anchor]), proposal.tokens))[None]
+        logits, taps = runner(block, logits_to_keep=proposed + 1)           # [proposed + 1, V]
+        accepted, anchor = choose(logits.to(device), proposal)
+        if speculative:
             runner.rollback(proposed - accepted)
-        if draft is not None:
-            waiting.append(taps[:accepted + 1])          # of the old anchor and of what was kept
+        if draft is not None:  # taps it has not read yet: of the old anchor and of what was kept
+            waiting.append(taps[:accepted + 1])
         verified = clock()
+        # -- emit ----------------------------------------------------------------------------------
+        tokens = emit(proposal.tokens[:accepted].tolist() + [anchor])
         stats.draft_seconds += drafted - began
         stats.verify_seconds += verified - drafted
-        tokens = emit(proposal.tokens[:accepted].tolist() + [anchor])
         stats.target_forwards += 1
         stats.accept_lengths.append(len(tokens))
         stats.emitted_by[source] += min(accepted, len(tokens))
@@ -1148,8 +1203,9 @@ def _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p,
     return stats
 
 
-def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
-             top_p: float = 1.0, eos_token_ids=(), block_size: int | None = None, generator=None, copy: bool = False):
+def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int,
+             temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, eos_token_ids=(),
+             block_size: int | None = None, generator=None, copy: bool = False):
     """DSpine decoding: a generator of Steps whose return value is Statistics (see `collect`).
 
     input_ids [1, S]. Emits max_new_tokens tokens, or fewer where one of eos_token_ids comes first
@@ -1160,15 +1216,16 @@ def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int, te
     None it copies only. Raises ValueError for requests it can not serve and for targets whose
     cache can not be rolled back.
     """
-    return _decode(target, draft, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, block_size,
+    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    return _decode(target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size,
                    generator, copy)
 
 
-def generate_plain(target, input_ids, *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
-                   top_p: float = 1.0, eos_token_ids=(), generator=None):
+def generate_plain(target, input_ids, *, max_new_tokens: int, temperature: float = 0.0,
+                   top_k: int = 0, top_p: float = 1.0, eos_token_ids=(), generator=None):
     """The same loop with nothing to propose: one token a target forward."""
-    return _decode(target, None, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_ids, None,
-                   generator, False)
+    return generate(target, None, input_ids, max_new_tokens=max_new_tokens, temperature=temperature,
+                    top_k=top_k, top_p=top_p, eos_token_ids=eos_token_ids, generator=generator)
 
 
 def collect(steps) -> tuple[list[int], Statistics]:
@@ -1181,36 +1238,44 @@ def collect(steps) -> tuple[list[int], Statistics]:
             return tokens, end.value
 
 
-class _TransformersDecoder:
-    """The loop behind transformers' own generate: called once its arguments are prepared.
+class TransformersDecoder:
+    """The loop behind transformers' own generate, which calls this with its arguments prepared.
 
     Honours generation_config, stopping_criteria and streamers. Whatever the loop does not do is
     refused by name. `statistics` holds those of the last complete call.
     """
 
     FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
-    REFUSED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing")
+    REFUSED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states",
+               "token_healing")
 
     def __init__(self, draft: DSpine, block_size: int | None):
         self.draft, self.block_size, self.statistics = draft, block_size, None
 
-    def __call__(self, model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None,
-                 synced_gpus=False, streamer=None, **model_kwargs):
-        c, mask, cache = generation_config, model_kwargs.get("attention_mask"), model_kwargs.get("cache")
-        refused = [type(p).__name__ for p in logits_processor or () if type(p).__name__ not in self.FILTERS]
-        refused += [f"{k}={getattr(c, k)}" for k in ("num_beams", "num_return_sequences") if getattr(c, k, None) not in (None, 1)]
+    def _check(self, input_ids, processors, c, attention_mask=None, cache=None, inputs_embeds=None):
+        """Raise ValueError naming every setting that the loop does not implement."""
+        names = [type(p).__name__ for p in processors or ()]
+        refused = [name for name in names if name not in self.FILTERS]
+        refused += [f"{k}={getattr(c, k)}" for k in ("num_beams", "num_return_sequences")
+                    if getattr(c, k, None) not in (None, 1)]
         refused += [k for k in self.REFUSED if getattr(c, k, False)]
-        refused += ["batch size > 1"] if input_ids.shape[0] != 1 else []
-        refused += ["padding in attention_mask"] if mask is not None and not bool(mask.all()) else []
-        refused += ["inputs_embeds"] if model_kwargs.get("inputs_embeds") is not None else []
-        refused += ["a filled cache"] if cache is not None and cache.get_seq_length() > 0 else []
+        refused += [name for name, found in (
+            ("batch size > 1", input_ids.shape[0] != 1),
+            ("padding in attention_mask", attention_mask is not None and not attention_mask.all()),
+            ("inputs_embeds", inputs_embeds is not None),
+            ("a filled cache", cache is not None and cache.get_seq_length() > 0)) if found]
         if refused:
             raise ValueError(f"DSpine decoding does not implement: {', '.join(refused)}")
-        sampled = bool(c.do_sample)
-        steps = generate(
-            model, self.draft, input_ids, max_new_tokens=c.max_length - input_ids.shape[1], block_size=self.block_size,
-            temperature=(c.temperature or 1.0) if sampled else 0.0, top_k=(c.top_k or 0) if sampled else 0,
-            top_p=(c.top_p or 1.0) if sampled else 1.0, eos_token_ids=c.eos_token_id)
+
+    def __call__(self, model, input_ids, logits_processor=None, stopping_criteria=None,
+                 generation_config=None, synced_gpus=False, streamer=None, **kwargs):
+        c = generation_config
+        self._check(input_ids, logits_processor, c, **{
+            k: kwargs.get(k) for k in ("attention_mask", "cache", "inputs_embeds")})
+        filters = dict(temperature=c.temperature or 1.0, top_k=c.top_k or 0, top_p=c.top_p or 1.0)
+        steps = generate(model, self.draft, input_ids, block_size=self.block_size,
+                         max_new_tokens=c.max_length - input_ids.shape[1],
+                         eos_token_ids=c.eos_token_id, **(filters if c.do_sample else {}))
         ids, stopped = input_ids, False
         while not stopped:
             try:
