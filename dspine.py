@@ -1116,91 +1116,96 @@ def check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
     return block_size
 
 
-@torch.no_grad()
-def _decode(target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size, generator,
-            copy):
+class _Loop:
     """The one loop: propose, verify, roll back. Without draft and copy it is plain decoding."""
-    block_size = check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
-    stats, eos = Statistics(), token_id_set(eos_token_ids)
-    if max_new_tokens == 0:
-        return stats
-    device = target.get_input_embeddings().weight.device
-    greedy, speculative = filters["temperature"] == 0, draft is not None or copy
-    nothing = copy_proposal([], device)
 
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def __init__(self, target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size,
+                 generator, copy):
+        self.block_size = check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
+        self.target, self.draft, self.input_ids, self.budget = target, draft, input_ids, max_new_tokens
+        self.filters, self.eos, self.generator = filters, token_id_set(eos_token_ids), generator
+        self.copy, self.stats = copy, Statistics()
+        self.device = target.get_input_embeddings().weight.device
+        self.kept = {"draft": 0.0, "copy": float(self.block_size)}  # running means of kept proposals
+
+    def clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def choose(logits, proposal) -> tuple[int, int]:
+    def choose(self, logits, proposal: Proposal) -> tuple[int, int]:
         """(accepted, next token) of a verified block; an empty proposal just takes a token."""
-        if greedy:
+        if self.filters["temperature"] == 0:
             return verify_greedy(logits, proposal.tokens)
-        uniform = torch.rand(len(logits), generator=generator, device=logits.device)
-        return verify_sampled(sampling_distribution(logits, **filters), proposal, uniform)
+        uniform = torch.rand(len(logits), generator=self.generator, device=logits.device)
+        return verify_sampled(sampling_distribution(logits, **self.filters), proposal, uniform)
 
-    def emit(tokens: list[int]) -> list[int]:
+    def emit(self, tokens: list[int], accepted: int = 0, source: str = "target") -> list[int]:
         """Cut at the budget and behind the first end-of-sequence token, whichever comes first."""
-        tokens = tokens[:max_new_tokens - stats.new_tokens]
-        stop = next((i for i, token in enumerate(tokens) if token in eos), None)
+        stats, tokens = self.stats, tokens[:self.budget - self.stats.new_tokens]
+        stop = next((i for i, token in enumerate(tokens) if token in self.eos), None)
         if stop is not None:
             tokens, stats.finish_reason = tokens[:stop + 1], "eos"
         stats.new_tokens += len(tokens)
-        return tokens
-
-    began = clock()
-    input_ids = input_ids.to(device)
-    runner = TargetRunner(target, draft.config.target_layer_ids if draft is not None else ())
-    logits, taps = runner(input_ids, logits_to_keep=1)
-    if speculative:
-        runner.begin_rollback()
-    state, waiting = draft.start(target) if draft is not None else None, [taps]
-    index = CopyIndex(input_ids[0].tolist()) if copy else None
-    _, anchor = choose(logits, nothing)
-    stats.prefill_seconds = clock() - began
-    tokens = emit([anchor])
-    stats.emitted_by["target"] += 1
-    yield Step(tokens)
-
-    kept = {"draft": 0.0, "copy": float(block_size)}     # running means of accepted proposals
-    while stats.finish_reason != "eos" and stats.new_tokens < max_new_tokens:
-        # -- propose: every forward adds a token of the target's own, so leave room for it ---------
-        began = clock()
-        length = min(block_size - 1, max_new_tokens - stats.new_tokens - 1)
-        proposal, source = nothing, "target"
-        if copy and length > 0:
-            index.extend(tokens)
-            if draft is None or kept["copy"] >= kept["draft"]:
-                if found := index.propose(length):
-                    proposal, source = copy_proposal(found, device), "copy"
-        if draft is not None and length > 0 and source == "target":
-            proposal = draft.propose(state, torch.cat(waiting), anchor, length, **filters,
-                                     generator=generator)
-            proposal, source = Proposal(*(x.to(device) for x in proposal)), "draft"
-            waiting = []
-        proposed, drafted = len(proposal.tokens), clock()
-        # -- verify --------------------------------------------------------------------------------
-        block = torch.cat((proposal.tokens.new_tensor([anchor]), proposal.tokens))[None]
-        logits, taps = runner(block, logits_to_keep=proposed + 1)           # [proposed + 1, V]
-        accepted, anchor = choose(logits.to(device), proposal)
-        if speculative:
-            runner.rollback(proposed - accepted)
-        if draft is not None:  # taps it has not read yet: of the old anchor and of what was kept
-            waiting.append(taps[:accepted + 1])
-        verified = clock()
-        # -- emit ----------------------------------------------------------------------------------
-        tokens = emit(proposal.tokens[:accepted].tolist() + [anchor])
-        stats.draft_seconds += drafted - began
-        stats.verify_seconds += verified - drafted
-        stats.target_forwards += 1
-        stats.accept_lengths.append(len(tokens))
         stats.emitted_by[source] += min(accepted, len(tokens))
         stats.emitted_by["target"] += len(tokens) - min(accepted, len(tokens))
-        if proposed:
-            kept[source] += 0.2 * (accepted - kept[source])
-        yield Step(tokens, proposed, accepted, source)
-    return stats
+        if self.copy:
+            self.index.extend(tokens)
+        return tokens
+
+    def prefill(self) -> int:
+        """Run the prompt; returns the first anchor."""
+        draft, ids = self.draft, self.input_ids.to(self.device)
+        self.runner = TargetRunner(self.target, draft.config.target_layer_ids if draft else ())
+        logits, taps = self.runner(ids, logits_to_keep=1)
+        if draft is not None or self.copy:
+            self.runner.begin_rollback()
+        self.state = draft.start(self.target) if draft is not None else None
+        self.waiting = [taps]  # of positions the draft has not read yet
+        self.index = CopyIndex(ids[0].tolist()) if self.copy else None
+        return self.choose(logits, copy_proposal([], self.device))[1]
+
+    def propose(self, anchor: int) -> tuple[Proposal, str]:
+        """Proposals and their source. Every forward adds a token of the target's own: leave room."""
+        length = min(self.block_size - 1, self.budget - self.stats.new_tokens - 1)
+        if length > 0 and self.copy and (self.draft is None or self.kept["copy"] >= self.kept["draft"]):
+            if copied := self.index.propose(length):
+                return copy_proposal(copied, self.device), "copy"
+        if length > 0 and self.draft is not None:
+            taps, self.waiting = torch.cat(self.waiting), []
+            proposal = self.draft.propose(self.state, taps, anchor, length, **self.filters,
+                                          generator=self.generator)
+            return Proposal(*(x.to(self.device) for x in proposal)), "draft"
+        return copy_proposal([], self.device), "target"
+
+    @torch.no_grad()
+    def run(self):
+        stats = self.stats
+        if self.budget == 0:
+            return stats
+        began = self.clock()
+        anchor = self.prefill()
+        stats.prefill_seconds = self.clock() - began
+        yield Step(self.emit([anchor]))
+        while stats.finish_reason != "eos" and stats.new_tokens < self.budget:
+            began = self.clock()
+            proposal, source = self.propose(anchor)
+            proposed, drafted = len(proposal.tokens), self.clock()
+            block = torch.cat((proposal.tokens.new_tensor([anchor]), proposal.tokens))[None]
+            logits, taps = self.runner(block, logits_to_keep=proposed + 1)  # [proposed + 1, V]
+            accepted, anchor = self.choose(logits.to(self.device), proposal)
+            if proposed:
+                self.runner.rollback(proposed - accepted)
+                self.kept[source] += 0.2 * (accepted - self.kept[source])
+            if self.draft is not None:
+                self.waiting.append(taps[:accepted + 1])  # the old anchor's and what was kept
+            stats.draft_seconds += drafted - began
+            stats.verify_seconds += self.clock() - drafted
+            tokens = self.emit(proposal.tokens[:accepted].tolist() + [anchor], accepted, source)
+            stats.target_forwards += 1
+            stats.accept_lengths.append(len(tokens))
+            yield Step(tokens, proposed, accepted, source)
+        return stats
 
 
 def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int,
@@ -1217,8 +1222,8 @@ def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int,
     cache can not be rolled back.
     """
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    return _decode(target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size,
-                   generator, copy)
+    return _Loop(target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size,
+                 generator, copy).run()
 
 
 def generate_plain(target, input_ids, *, max_new_tokens: int, temperature: float = 0.0,
