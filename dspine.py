@@ -154,17 +154,18 @@ class DSpineConfig:
             intermediate_size=get("intermediate_size", 4 * c.hidden_size),
             num_attention_heads=heads, num_key_value_heads=get("num_key_value_heads", heads),
             head_dim=get("head_dim", c.hidden_size // heads),
-            rms_norm_eps=get("rms_norm_eps", 1e-6), rope_parameters={
-                "rope_type": "default", "rope_theta": get("rope_parameters", {}).get("rope_theta", 1e4)},
+            rms_norm_eps=get("rms_norm_eps", 1e-6),
+            rope_parameters={"rope_type": "default",
+                             "rope_theta": get("rope_parameters", {}).get("rope_theta", 1e4)},
             max_position_embeddings=c.max_position_embeddings) | overrides
         if "target_layer_ids" not in sizes:
             sizes["target_layer_ids"] = tapped_layers(c.num_hidden_layers, num_hidden_layers)
         special = set().union(*(token_id_set(getattr(c, name, None))
                                 for name in ("eos_token_id", "bos_token_id", "pad_token_id")))
         if sizes.get("mask_token_id") in special | {None}:
-            raise ValueError(f"mask_token_id = {sizes.get('mask_token_id')}: name a token id that never "
-                             "occurs in text, such as a reserved one, and none of the target's own "
-                             f"{sorted(special)}")
+            raise ValueError(f"mask_token_id = {sizes.get('mask_token_id')}: name a token id that "
+                             "never occurs in text, such as a reserved one, and none of the "
+                             f"target's own {sorted(special)}")
         return cls(**sizes)
 
     @classmethod
@@ -260,7 +261,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def keys_values(self, x, cos, sin):
-        """x [N, S, H] -> k, v [N, kv_heads, S, D]. Context comes in raw, without input_layernorm."""
+        """x [N, S, H] -> k, v [N, kv_heads, S, D]. Context comes raw, without input_layernorm."""
         k = self.k_norm(self.split(self.k_proj(x))).transpose(1, 2)
         return rotate(k, cos, sin), self.split(self.v_proj(x)).transpose(1, 2)
 
@@ -349,7 +350,10 @@ def transfer_space(lm_head: torch.Tensor, rank: int, chunk: int = 8192):
 
 @torch.no_grad()
 def token_codes(lm_head, mean, directions, chunk: int = 8192) -> torch.Tensor:
-    """e(v) = normalize((w_v/|w_v| - mean) @ U / sqrt(eigenvalues)), a unit vector a token: [V, r]."""
+    """e(v) = normalize((w_v/|w_v| - mean) @ U / sqrt(eigenvalues)), a unit vector a token.
+
+    lm_head [V, H], mean [H], directions U / sqrt(eigenvalues) [H, r] -> [V, r], float32.
+    """
     return torch.cat([F.normalize((F.normalize(w.float(), dim=-1) - mean) @ directions, dim=-1)
                       for w in lm_head.split(chunk)])
 
@@ -396,8 +400,9 @@ class Injection(nn.Module):
     def write(self, l: int, h, prev, feature=None) -> torch.Tensor:
         """h [.., H] after receiving from prev [.., r] at layer l."""
         feature = self.feature(l, h) if feature is None else feature
-        return gated_write(h, feature, prev, self.receiver_gate.weight, self.predecessor_gate.weight,
-                           self.bias, self.message.weight, self.writes[l].weight)
+        return gated_write(h, feature, prev, self.receiver_gate.weight,
+                           self.predecessor_gate.weight, self.bias, self.message.weight,
+                           self.writes[l].weight)
 
     def forward(self, l: int, h, anchor_code, true_prev=None, replace=None) -> torch.Tensor:
         """h [.., B, H] -> [.., B, H]: every position receives from its left neighbour, all at once.
@@ -543,14 +548,15 @@ class DSpine(nn.Module):
         S, width = context_states.shape[1:]
         if width != self.fc.in_features or anchors.shape != (N, A):
             raise ValueError(f"expected context_states [N, S, {self.fc.in_features}] and anchors "
-                             f"{(N, A)}, got {tuple(context_states.shape)} and {tuple(anchors.shape)}")
+                             f"[{N}, {A}], got {list(context_states.shape)}, {list(anchors.shape)}")
         inputs = torch.full_like(block_ids, c.mask_token_id)
         inputs[..., 0] = block_ids[..., 0]
         codes = self.code(block_ids[..., :-1])                              # [N, A, T, r]
         return self.forward_blocks(
             F.embedding(inputs, embed).to(self.fc.weight.dtype), anchors,
-            self.context_keys_values(context_states), block_mask(anchors, S, B, c.attention == "causal"),
-            codes[..., 0, :], codes, None if replace is None else replace[..., None, None])
+            self.context_keys_values(context_states),
+            block_mask(anchors, S, B, c.attention == "causal"), codes[..., 0, :], codes,
+            None if replace is None else replace[..., None, None])
 
     # -- token choice (sec. 7) --------------------------------------------------------------------
 
@@ -588,8 +594,9 @@ class DSpine(nn.Module):
         if not self.transfer_ready:
             raise ValueError("the draft's token codes are not set: build it with DSpine.for_target "
                              "or DSpine.from_pretrained")
-        bring = lambda m: m.weight.detach().to(self.fc.weight.device, self.fc.weight.dtype)
-        return DraftState(bring(target.get_input_embeddings()), bring(target.get_output_embeddings()))
+        modules = target.get_input_embeddings(), target.get_output_embeddings()
+        return DraftState(*(m.weight.detach().to(self.fc.weight.device, self.fc.weight.dtype)
+                            for m in modules))
 
     def extend_context(self, state: DraftState, context_states: torch.Tensor):
         """Append the taps [s, n*H] of newly accepted positions to the context."""
@@ -615,8 +622,9 @@ class DSpine(nn.Module):
         inputs = torch.full((1, 1, B), c.mask_token_id, device=device)
         inputs[..., 0] = anchor_id
         start = torch.tensor([[state.length]], device=device)
-        out = self.forward_blocks(F.embedding(inputs, state.embed), start, state.keys_values,
-                                  block_mask(start, state.length, B, causal), self.code(inputs[..., 0]))
+        out = self.forward_blocks(
+            F.embedding(inputs, state.embed), start, state.keys_values,
+            block_mask(start, state.length, B, causal), self.code(inputs[..., 0]))
         slots = slice(1, length + 1)
         hidden, pre = out.hidden_states[0, 0, slots], out.pre_injection[0, 0, slots]  # [T, H]
         scores, candidate_ids = F.linear(hidden, state.lm_head).topk(c.top_k, dim=-1)  # [T, K]
@@ -647,8 +655,8 @@ class DSpine(nn.Module):
         tensors = {k: v.detach().contiguous() for k, v in self.state_dict().items()}
         if slim:
             if self.transfer_directions is None:
-                raise ValueError("a slim checkpoint needs the transfer mean and directions, which a "
-                                 "published one does not hold: start from DSpine.for_target")
+                raise ValueError("a slim checkpoint needs the transfer mean and directions, which "
+                                 "a published one does not hold: start from DSpine.for_target")
             del tensors["transfer_codes"], tensors["transfer_ready"]
             tensors |= {"transfer_mean": self.transfer_mean,
                         "transfer_directions": self.transfer_directions}
@@ -805,8 +813,8 @@ def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig
     ce = -log_q.gather(-1, labels[:, None])[:, 0]
     l1 = (log_q.exp() - p).abs().sum(-1)
     candidates = log_q.detach().topk(c.top_k, dim=-1).indices               # [tokens, K]
-    p = p.gather(-1, candidates)
-    return torch.stack((ce, l1, *candidate_losses(refined, labels, candidates, p, lm_head, c))), candidates
+    refinement = candidate_losses(refined, labels, candidates, p.gather(-1, candidates), lm_head, c)
+    return torch.stack((ce, l1, *refinement)), candidates
 
 
 def candidate_losses(refined, labels, candidates, p, lm_head, c: DSpineConfig):
@@ -846,10 +854,10 @@ def cosine_alignment(features, labels, codes) -> torch.Tensor:
     return 1 - F.cosine_similarity(features.float(), codes[labels].float(), dim=-1)
 
 
-def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden, lm_head,
-              *, beta: float, ce_weight: float | None = None, softcap: float | None = None,
+def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden,
+              lm_head, *, beta: float, ce_weight: float | None = None, softcap: float | None = None,
               chunk: int = 512, losses=chunked_losses, alignment=cosine_alignment):
-    """loss = a ce + (1-a) l1 + (a ce' + (1-a) l1') + beta * stopgrad(ce) * alignment, a = ce_weight.
+    """loss = a ce + (1-a) l1 + (a ce' + (1-a) l1') + beta stopgrad(ce) alignment, a = ce_weight.
 
     All terms are means over supervised proposal tokens, weighted by w_t = exp(-(t-1)/7);
     alignment is such a mean a layer, summed over layers.
@@ -869,7 +877,7 @@ def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, t
     if len(keep) == 0:
         zero = (out.hidden_states.float().sum() + out.layer_features.float().sum()) * 0.0
         return zero, dict.fromkeys(("ce", "l1", "refinement", "alignment", "weight", "tokens"), 0)
-    pick = lambda x: x.flatten(0, 2)[keep]                                  # [N, A, T, ..] -> [tokens, ..]
+    pick = lambda x: x.flatten(0, 2)[keep]                                  # N, A, T -> tokens
     blocks = gather_blocks(input_ids, anchors, B)                           # [N, A, B]
     labels, slot = pick(blocks[..., 1:]), pick(slot.expand(supervised.shape))
     w = torch.exp(-slot / 7)
@@ -885,8 +893,10 @@ def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, t
     return loss, {
         "ce": ce.item(), "l1": l1.item(), "refinement": (a * ce2 + (1 - a) * l12).item(),
         "alignment": align.sum().item(), "alignment_by_layer": align.tolist(),
-        "top1_by_slot": [hit[slot == t, 0].float().mean().nan_to_num().item() for t in range(B - 1)],
-        "coverage": hit.any(-1).float().mean().item(), "weight": w.sum().item(), "tokens": len(keep)}
+        "top1_by_slot": [hit[slot == t, 0].float().mean().nan_to_num().item()
+                         for t in range(B - 1)],
+        "coverage": hit.any(-1).float().mean().item(),
+        "weight": w.sum().item(), "tokens": len(keep)}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -936,8 +946,9 @@ def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, 
     """
     *lead, T, K = candidate_ids.shape
     row = torch.zeros(lead, dtype=torch.long, device=cache.device)          # at t = 1 rows agree
-    uniform = torch.rand((*lead, T), generator=generator, device=cache.device) if temperature else None
     rows, probs = [], []
+    if temperature:
+        uniform = torch.rand((*lead, T), generator=generator, device=cache.device)
     for t in range(T):
         at = row[..., None, None].expand(*lead, 1, K)
         scores = cache[..., t, :, :].gather(-2, at).squeeze(-2)             # [.., K]
@@ -1043,16 +1054,16 @@ class TargetRunner:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taps
 
     def begin_rollback(self):
-        """Called after prefill: forwards may be undone from here on. ValueError where they can not."""
+        """After prefill: forwards may be undone from here on. ValueError where they can not."""
         if not self.cache.is_croppable:
             kinds = {type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}
-            raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled back "
-                             f"({', '.join(sorted(kinds))}): rejected proposals would stay in it, so "
-                             "speculative decoding is not lossless here")
+            raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled "
+                             f"back ({', '.join(sorted(kinds))}): rejected proposals would stay in "
+                             "it, so speculative decoding is not lossless here")
         self.cache.activate_past_recording()
 
     def rollback(self, count: int):
-        """Forget the last `count` tokens. Called with 0 too: sliding windows trim themselves here."""
+        """Forget the last `count` tokens; with 0 too, sliding windows trim themselves here."""
         self.cache.crop(-count)
 
 
