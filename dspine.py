@@ -24,6 +24,7 @@ Symbols, used for shapes throughout:
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -233,7 +234,8 @@ def rope_frequencies(config: DSpineConfig) -> tuple[torch.Tensor, float]:
         hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
         head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(rope))
-    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](like, device="cpu")
+    with torch.device("cpu"):  # also while the draft is built on the meta device
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](like, device="cpu")
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -1048,18 +1050,19 @@ class TargetRunner:
         """ids [1, s] -> logits [logits_to_keep, V] in float32 or wider, taps [s, n*H] or None."""
         out = self.target(input_ids=ids, cache=self.cache, use_cache=True,
                           logits_to_keep=logits_to_keep, output_hidden_states=bool(self.taps))
-        self.cache, logits, taps = out.cache, out.logits[0], None
+        self.cache, logits, taps = getattr(out, "cache", None), out.logits[0], None
         if self.taps:
             taps = torch.cat([out.hidden_states[l + 1][0] for l in self.taps], dim=-1)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taps
 
     def begin_rollback(self):
         """After prefill: forwards may be undone from here on. ValueError where they can not."""
-        if not self.cache.is_croppable:
-            kinds = {type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}
+        if self.cache is None or not self.cache.is_croppable:
+            layers = self.cache.layers if self.cache is not None else ()
+            kinds = {type(layer).__name__ for layer in layers if not layer.is_croppable}
             raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled "
-                             f"back ({', '.join(sorted(kinds))}): rejected proposals would stay in "
-                             "it, so speculative decoding is not lossless here")
+                             f"back ({', '.join(sorted(kinds)) or 'it returns no cache'}): rejected "
+                             "proposals would stay in it, so decoding would not be lossless")
         self.cache.activate_past_recording()
 
     def rollback(self, count: int):
@@ -1164,6 +1167,16 @@ class _Loop:
             self.index.extend(tokens)
         return tokens
 
+    def stop_within(self, step: Step, kept: int):
+        """Count only the first `kept` tokens of the last step: a caller stopped there."""
+        stats, lost = self.stats, len(step.tokens) - kept
+        by_source = min(step.accepted, len(step.tokens)) - min(step.accepted, kept)
+        stats.new_tokens -= lost
+        stats.emitted_by[step.source] -= by_source
+        stats.emitted_by["target"] -= lost - by_source
+        if stats.accept_lengths:
+            stats.accept_lengths[-1] -= lost
+
     def prefill(self) -> int:
         """Run the prompt; returns the first anchor."""
         draft, ids = self.draft, self.input_ids.to(self.device)
@@ -1258,7 +1271,7 @@ class TransformersDecoder:
     """The loop behind transformers' own generate, which calls this with its arguments prepared.
 
     Honours generation_config, stopping_criteria and streamers. Whatever the loop does not do is
-    refused by name. `statistics` holds those of the last complete call.
+    refused by name. `statistics` holds those of the last call.
     """
 
     FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
@@ -1286,26 +1299,28 @@ class TransformersDecoder:
     def __call__(self, model, input_ids, logits_processor=None, stopping_criteria=None,
                  generation_config=None, synced_gpus=False, streamer=None, **kwargs):
         c = generation_config
+        if streamer is None:  # transformers 5.24 keeps it from a callable: look at generate's own
+            streamer = sys._getframe(1).f_locals.get("streamer")
         self._check(input_ids, logits_processor, c, **{
             k: kwargs.get(k) for k in ("attention_mask", "cache", "inputs_embeds")})
-        filters = dict(temperature=c.temperature or 1.0, top_k=c.top_k or 0, top_p=c.top_p or 1.0)
-        steps = generate(model, self.draft, input_ids, block_size=self.block_size,
-                         max_new_tokens=c.max_length - input_ids.shape[1],
-                         eos_token_ids=c.eos_token_id, **(filters if c.do_sample else {}))
-        ids, stopped = input_ids, False
-        while not stopped:
-            try:
-                step = next(steps)
-            except StopIteration as end:
-                self.statistics = end.value
-                break
-            for token in step.tokens:
+        filters = dict(temperature=0.0, top_k=0, top_p=1.0)
+        if c.do_sample:
+            filters = dict(temperature=1.0 if c.temperature is None else c.temperature,
+                           top_k=c.top_k or 0, top_p=1.0 if c.top_p is None else c.top_p)
+        loop = _Loop(model, self.draft, input_ids, c.max_length - input_ids.shape[1], filters,
+                     c.eos_token_id, self.block_size, None, False)
+        ids, self.statistics = input_ids, loop.stats
+        for step in loop.run():
+            for i, token in enumerate(step.tokens):
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 if streamer is not None:
                     streamer.put(ids[0, -1:].cpu())
                 if stopping_criteria and bool(stopping_criteria(ids, None).all()):
-                    stopped = True
                     break
+            else:
+                continue
+            loop.stop_within(step, i + 1)
+            break
         if streamer is not None:
             streamer.end()
         if c.return_dict_in_generate:
