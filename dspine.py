@@ -1050,19 +1050,21 @@ class TargetRunner:
         """ids [1, s] -> logits [logits_to_keep, V] in float32 or wider, taps [s, n*H] or None."""
         out = self.target(input_ids=ids, cache=self.cache, use_cache=True,
                           logits_to_keep=logits_to_keep, output_hidden_states=bool(self.taps))
-        self.cache, logits, taps = getattr(out, "cache", None), out.logits[0], None
+        if getattr(out, "cache", None) is None:
+            raise ValueError(f"{type(self.target).__name__} returns no cache: it can not continue "
+                             "from the tokens it has read")
+        self.cache, logits, taps = out.cache, out.logits[0], None
         if self.taps:
             taps = torch.cat([out.hidden_states[l + 1][0] for l in self.taps], dim=-1)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), taps
 
     def begin_rollback(self):
         """After prefill: forwards may be undone from here on. ValueError where they can not."""
-        if self.cache is None or not self.cache.is_croppable:
-            layers = self.cache.layers if self.cache is not None else ()
-            kinds = {type(layer).__name__ for layer in layers if not layer.is_croppable}
+        if not self.cache.is_croppable:
+            kinds = {type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}
             raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled "
-                             f"back ({', '.join(sorted(kinds)) or 'it returns no cache'}): rejected "
-                             "proposals would stay in it, so decoding would not be lossless")
+                             f"back ({', '.join(sorted(kinds))}): rejected proposals would stay in "
+                             "it, so decoding would not be lossless")
         self.cache.activate_past_recording()
 
     def rollback(self, count: int):

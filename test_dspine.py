@@ -1,0 +1,1333 @@
+"""Tests of dspine.py: `pytest -q`. Codes such as C04 name known faults of sibling projects.
+
+Targets are tiny random transformers models; the reference for greedy output is a loop that runs the
+whole text again for every token, without a cache. A Scripted draft proposes the true continuation
+and corrupts chosen slots, so every accept count can be asked for.
+"""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+import dspine
+from dspine import DSpine, DSpineConfig, Proposal, collect, generate, generate_plain
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")             # E05
+ROOT = Path(__file__).resolve().parent
+VOCAB, MASK = 97, 96
+
+# -------------------------------------------------------------------------------------------------
+# Helpers
+# -------------------------------------------------------------------------------------------------
+
+LINEAR = dict(layer_types=["linear_attention", "full_attention"] * 2, linear_num_value_heads=2,
+              linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+FAMILIES = {  # those whose caches can be rolled back
+    "Llama": {}, "Qwen2": {}, "Qwen3": {}, "Mistral": dict(sliding_window=8),
+    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0),
+    "Gemma3": dict(sliding_window=8, query_pre_attn_scalar=8),
+    "GPT2": dict(n_embd=32, n_layer=4, n_head=4, n_positions=512),
+    "Lfm2": dict(layer_types=["conv", "full_attention"] * 2)}
+REFUSED = {
+    "Qwen3Next": LINEAR | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                               shared_expert_intermediate_size=16),
+    "Qwen3_5": LINEAR, "Mamba": dict(state_size=4),
+    "RecurrentGemma": dict(lru_width=32, attention_window_size=8)}
+
+
+@cache
+def tiny(family="Llama", dtype=torch.float32, seed=0, **sizes):
+    """A random target of 4 layers; wide weights, so that greedy text is no trivial loop."""
+    kind = getattr(transformers, family + ("LMHeadModel" if family == "GPT2" else "ForCausalLM"))
+    base = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+        initializer_range=0.3, tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
+        pad_token_id=None)
+    if family == "GPT2":
+        base = {k: base[k] for k in ("vocab_size", "initializer_range", "tie_word_embeddings",
+                                     "eos_token_id", "bos_token_id")}
+    torch.manual_seed(seed)
+    config = kind.config_class(**base | FAMILIES.get(family, {}) | REFUSED.get(family, {}) | sizes)
+    return kind(config).to(dtype).eval().requires_grad_(False)
+
+
+def prompt(length=20, seed=1, vocab=VOCAB):
+    return torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def reference(target, ids, count: int) -> list[int]:
+    """Greedy tokens, one at a time, the whole text again for each: no cache."""
+    for _ in range(count):
+        ids = torch.cat((ids, target(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
+    return ids[0].tolist()[-count:] if count else []
+
+
+@cache
+def truth(target, length=20, count=60) -> list[int]:
+    return reference(target, prompt(length), count)
+
+
+def config_for(target, **overrides):
+    sizes = dict(num_hidden_layers=2, target_layer_ids=[0, 2], mask_token_id=MASK, block_size=6,
+                 transfer_rank=16, message_size=8, top_k=4)
+    return DSpineConfig.for_target(target, **sizes | overrides)
+
+
+def random_draft(target, seed=0, **overrides):
+    """A draft for `target` in which every term of the method does something."""
+    torch.manual_seed(seed)
+    draft = DSpine.for_target(config_for(target, **overrides), target)
+    with torch.no_grad():
+        for name, p in draft.named_parameters():
+            p += torch.randn_like(p) * 0.3
+    return draft.requires_grad_(False)
+
+
+class Scripted(DSpine):
+    """Proposes the true continuation; in round i slot pattern[i % len] and later ones are wrong."""
+
+    def __init__(self, target, ids, continuation, pattern, block_size=6, top_k=4):
+        V, H = target.get_output_embeddings().weight.shape
+        super().__init__(DSpineConfig(
+            vocab_size=V, hidden_size=H, target_layer_ids=[0, 2], mask_token_id=V - 1,
+            num_target_layers=target.config.num_hidden_layers, num_hidden_layers=1,
+            intermediate_size=4, num_attention_heads=1, num_key_value_heads=1, head_dim=2,
+            transfer_rank=2, message_size=2, top_k=top_k, block_size=block_size))
+        self.transfer_ready.fill_(True)
+        self.text, self.pattern, self.rounds = ids[0].tolist() + continuation, pattern, 0
+
+    def propose(self, state, context_states, anchor_id, length, **filters):
+        state.length += len(context_states)
+        assert self.text[state.length] == anchor_id  # the context ends right before the anchor
+        tokens = torch.tensor(self.text[state.length + 1:state.length + 1 + length])
+        wrong = self.pattern[self.rounds % len(self.pattern)]
+        tokens[wrong:] = (tokens[wrong:] + 1) % self.config.vocab_size
+        self.rounds += 1
+        return Proposal(tokens, tokens[:, None], torch.ones(len(tokens), 1))
+
+
+def scripted(target, pattern, length=20, **sizes):
+    return Scripted(target, prompt(length), truth(target, length), pattern, **sizes)
+
+
+@pytest.fixture
+def runners(monkeypatch):
+    """Every TargetRunner made, with its calls: (cache length before, logits)."""
+    made = []
+
+    class Recorded(dspine.TargetRunner):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.calls = []
+            made.append(self)
+
+        def __call__(self, ids, logits_to_keep):
+            start = self.cache.get_seq_length()
+            logits, taps = super().__call__(ids, logits_to_keep)
+            self.calls.append((start, ids.shape[1], logits))
+            return logits, taps
+
+    monkeypatch.setattr(dspine, "TargetRunner", Recorded)
+    return made
+
+
+def close(a, b, tolerance=1e-4):
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+# -------------------------------------------------------------------------------------------------
+# Published numbers
+# -------------------------------------------------------------------------------------------------
+
+
+def golden(name):
+    folder = ROOT / "assets" / f"golden_{name}"
+    return (DSpine.from_pretrained(folder), load_file(folder / "inputs.safetensors"),
+            load_file(folder / "expected.safetensors"))
+
+
+def golden_forward(draft, given, replace=False):
+    blocks = dspine.gather_blocks(given["input_ids"], given["anchors"], draft.config.block_size)
+    return blocks, draft(blocks, given["target_hidden"], given["anchors"], given["embed"],
+                         given["replace_mask"] if replace else None)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_published_numbers(name):
+    draft, given, expected = golden(name)
+    for suffix in ("", "_replaced"):
+        blocks, out = golden_forward(draft, given, bool(suffix))
+        for field, value in out._asdict().items():
+            close(value, expected[field + suffix])
+    blocks, out = golden_forward(draft, given)
+    scores = F.linear(out.hidden_states[..., 1:, :], given["lm_head"])
+    candidates = scores.topk(draft.config.top_k).indices
+    assert torch.equal(candidates, expected["candidate_ids"])
+    pre = out.pre_injection[..., 1:, :]
+    table = draft.transition_cache(pre, candidates, blocks[..., 0], given["lm_head"])
+    close(table, expected["transition_scores"])
+    assert torch.equal(dspine.select_path(table, candidates)[0], expected["selected"])
+    close(draft.refine(pre, blocks[..., :-1]), expected["refined_true_prev"])
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_published_losses(name, chunk):
+    draft, given, expected = golden(name)
+    blocks, out = golden_forward(draft, given)
+    loss, terms = dspine.objective(
+        draft, out, given["input_ids"], given["anchors"], torch.ones_like(blocks[..., 1:]).bool(),
+        given["teacher_last_hidden"], given["lm_head"], beta=0.5, chunk=chunk)
+    got = torch.tensor([terms[k] for k in ("ce", "l1", "refinement", "alignment")])
+    close(got, expected["loss_terms"])
+    close(loss, expected["loss_full_alignment"])
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_transfer_table(name):
+    """Published codes up to sign and order of the eigenvectors, which the Gram matrix ignores."""
+    draft, given, _ = golden(name)
+    head, r = given["lm_head"], draft.config.transfer_rank
+    mean, directions, basis = dspine.transfer_space(head, r, chunk=7)
+    codes = dspine.token_codes(head, mean, directions, chunk=7)
+    close(codes @ codes.T, draft.transfer_codes @ draft.transfer_codes.T)
+    close(basis @ basis.T, torch.eye(r))
+    whole = dspine.token_codes(head, *dspine.transfer_space(head, r)[:2])
+    close(codes @ codes.T, whole @ whole.T, 1e-5)
+    flat = head[:, :4] @ torch.randn(4, head.shape[1])
+    with pytest.raises(ValueError, match="4 positive eigenvalues.*transfer_rank = 5"):
+        dspine.transfer_space(flat, 5)
+
+
+# -------------------------------------------------------------------------------------------------
+# Backbone and injection
+# -------------------------------------------------------------------------------------------------
+
+
+def test_zero_writes_are_an_exact_identity():
+    """An untrained injection is the plain causal backbone (sec. 5), refinement the plain norm."""
+    target = tiny()
+    torch.manual_seed(0)
+    fresh = DSpine.for_target(config_for(target), target)
+    assert not fresh.injection.predecessor_gate.weight.any()
+    plain = DSpine(config_for(target, inject="none"))
+    plain.load_state_dict(fresh.state_dict())
+    blocks, states = prompt(12).view(1, 2, 6), torch.randn(1, 20, 64)
+    given = blocks, states, torch.tensor([[5, 14]]), target.get_input_embeddings().weight
+    for a, b in zip(fresh(*given), plain(*given)):
+        assert torch.equal(a, b)
+    pre = torch.randn(3, 32)
+    assert torch.equal(fresh.refine(pre, prompt(3)[0]), fresh.norm(pre))
+    torch.nn.init.normal_(fresh.injection.writes[0].weight)
+    assert not torch.equal(fresh(*given)[0], plain(*given)[0])
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_who_sees_whom(replace):
+    """The future, other blocks and later context change nothing; the anchor row is never written.
+
+    The last true token is a predecessor of nobody; with replacement the others are, else none is.
+    """
+    target = tiny()
+    draft, embed = random_draft(target), target.get_input_embeddings().weight
+    plain = DSpine(config_for(target, inject="none"))
+    plain.load_state_dict(draft.state_dict())
+    blocks, states, anchors = prompt(18).view(1, 3, 6), torch.randn(1, 20, 64), [[4, 9, 12]]
+    anchors, mask = torch.tensor(anchors), torch.tensor([[replace, replace, replace]])
+    run = lambda model, b, s: model(b, s, anchors, embed, mask)
+    out = run(draft, blocks, states)
+    assert torch.equal(out.hidden_states[..., 0, :],
+                       run(plain, blocks, states).hidden_states[..., 0, :])
+    assert not torch.equal(out.hidden_states, run(plain, blocks, states).hidden_states)
+    for slot in range(6):  # other true tokens from `slot` on, in block 1 only
+        other = blocks.clone()
+        other[0, 1, slot:] = (other[0, 1, slot:] + 1) % MASK
+        got = run(draft, other, states)
+        first = 0 if slot == 0 else slot + 1 if replace else 6  # the first row that may change
+        same = [torch.equal(got.hidden_states[0, 1, t], out.hidden_states[0, 1, t])
+                for t in range(6)]
+        assert same == [t < first for t in range(6)]
+        assert torch.equal(got.hidden_states[:, [0, 2]], out.hidden_states[:, [0, 2]])
+        assert torch.equal(got.layer_features[:, :, [0, 2]], out.layer_features[:, :, [0, 2]])
+    for cut in (8, 9):  # context at and behind an anchor is invisible to its block
+        other = states.clone()
+        other[:, cut:] += 1
+        got = run(draft, blocks, other).hidden_states
+        assert torch.equal(got[0, 0], out.hidden_states[0, 0])
+        assert torch.equal(got[0, 1], out.hidden_states[0, 1]) == (cut == 9)
+
+
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_future_inputs_change_a_prefix_only_when_bidirectional(attention):
+    draft = random_draft(tiny(), attention=attention)
+    states, x, anchors = torch.randn(1, 9, 64), torch.randn(1, 1, 6, 32), torch.tensor([[9]])
+    mask = dspine.block_mask(anchors, 9, 6, attention == "causal")
+    run = lambda x: draft.forward_blocks(x, anchors, draft.context_keys_values(states), mask,
+                                         draft.code(torch.tensor([[3]]))).hidden_states
+    for t in range(1, 6):
+        other = torch.cat((x[..., :t, :], x[..., t:, :] + 1), dim=2)
+        assert torch.equal(run(x)[..., :t, :], run(other)[..., :t, :]) == (attention == "causal")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_equals_explicit_loops(causal):
+    """C14 (queries fewer than keys), R03 (head_dim is not hidden / heads), grouped heads."""
+    c = config_for(tiny(hidden_size=40, num_attention_heads=4, head_dim=16))
+    draft, B, S, anchors = DSpine(c), 4, 10, torch.tensor([[6, 9]])
+    attention = draft.layers[0].self_attn
+    x, context = torch.randn(1, 2 * B, 40), torch.randn(1, S, 40)
+    at = (anchors[..., None] + torch.arange(B)).flatten(1)
+    kv = attention.keys_values(context, *draft.rope(torch.arange(S)[None]))
+    got = attention(x, *draft.rope(at), kv, dspine.block_mask(anchors, S, B, causal))
+
+    def vector(proj, norm, row, head, position):  # one head of one row, rotated by hand
+        v = proj(row).view(-1, 16)[head]
+        v = v / (v.square().mean() + c.rms_norm_eps).sqrt() * norm.weight
+        turned = v.clone()
+        for i in range(8):
+            angle = torch.tensor(position * 1e4 ** (-2 * i / 16))
+            turned[i] = v[i] * angle.cos() - v[i + 8] * angle.sin()
+            turned[i + 8] = v[i + 8] * angle.cos() + v[i] * angle.sin()
+        return turned
+
+    for q in range(2 * B):
+        block, keys = q // B, []
+        keys += [(context[0, s], s) for s in range(int(anchors[0, block]))]
+        last = q % B if causal else B - 1
+        keys += [(x[0, block * B + s], int(at[0, block * B + s])) for s in range(last + 1)]
+        heads = []
+        for h in range(4):
+            query = vector(attention.q_proj, attention.q_norm, x[0, q], h, int(at[0, q]))
+            scores = torch.stack([query @ vector(attention.k_proj, attention.k_norm, row, h // 2, p)
+                                  for row, p in keys]) / 4
+            values = torch.stack([attention.v_proj(row).view(2, 16)[h // 2] for row, _ in keys])
+            heads.append(scores.softmax(-1) @ values)
+        close(got[0, q], attention.o_proj(torch.cat(heads)), 1e-5)
+
+
+def plain_write(draft, layer, h, prev):
+    """sec. 5 for one receiver h [H] and predecessor feature prev [r]."""
+    j, c = draft.injection, draft.config
+    f = j.readouts[layer].weight @ h
+    f = f / f.norm() * math.sqrt(c.transfer_rank)
+    gate = torch.sigmoid(j.receiver_gate.weight @ f + j.predecessor_gate.weight @ prev + j.bias)
+    delta = j.writes[layer].weight @ (gate * (j.message.weight @ prev))
+    return h + h.norm() / math.sqrt(c.hidden_size) * delta
+
+
+def plain_refine(draft, pre, token):
+    """sec. 7 for one position and one token."""
+    c = draft.config
+    prev = math.sqrt(c.transfer_rank) * draft.transfer_codes[token]
+    h = plain_write(draft, c.num_hidden_layers - 1, pre, prev)
+    return draft.norm.weight * h / (h.square().mean() + c.rms_norm_eps).sqrt()
+
+
+def test_injection_equals_a_plain_loop():
+    draft, r = random_draft(tiny()), 16
+    h, anchor = torch.randn(6, 32), draft.code(torch.tensor(5))
+    for layer in range(2):
+        features = [F.normalize(draft.injection.readouts[layer].weight @ x, dim=0) * math.sqrt(r)
+                    for x in h]  # all read before anybody is updated
+        expected = [h[0]] + [plain_write(draft, layer, h[t], anchor if t == 1 else features[t - 1])
+                             for t in range(1, 6)]
+        close(draft.injection(layer, h, anchor), torch.stack(expected), 1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_transition_cache_equals_sequential_refinement(temperature):
+    """By draft.refine row by row, and by a plain loop over the equations of sec. 7."""
+    target = tiny()
+    draft, head = random_draft(target), target.get_output_embeddings().weight
+    T, K, anchor = 5, 4, 7
+    pre, candidates = torch.randn(T, 32), torch.stack([torch.randperm(VOCAB)[:K] for _ in range(T)])
+    table = draft.transition_cache(pre, candidates, torch.tensor(anchor), head)
+    for t in range(T):
+        for a in range(K):
+            token = anchor if t == 0 else int(candidates[t - 1, a])
+            hidden = plain_refine(draft, pre[t], token)
+            close(table[t, a], head[candidates[t]] @ hidden, 1e-4)
+            close(draft.refine(pre[t], torch.tensor(token)), hidden, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    tokens, rows, probs = dspine.select_path(table, candidates, temperature, generator)
+    previous = torch.tensor(anchor)
+    for t in range(T):  # the serial process that the look-ups stand for
+        scores = F.linear(draft.refine(pre[t], previous), head[candidates[t]])
+        assert temperature or rows[t] == scores.argmax()
+        close(probs[t], (scores / temperature).softmax(-1) if temperature
+              else F.one_hot(scores.argmax(), K).float(), 1e-4)
+        previous = tokens[t]
+        assert previous == candidates[t, rows[t]]
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(attention="bidirectional", select="argmax")])
+def test_incremental_drafting_equals_a_fresh_step_and_the_training_forward(overrides):
+    """T02 too: the same prefix gives the same proposal however the context came in."""
+    target = tiny()
+    draft, embed = random_draft(target, **overrides), target.get_input_embeddings().weight
+    head, ids = target.get_output_embeddings().weight, prompt(24)
+    states = torch.randn(1, 24, 64)
+    state, done = draft.start(target), 0
+    for p in (1, 5, 6, 11, 18):
+        if p == 11:  # in pieces
+            draft.extend_context(state, states[0, done:done + 2])
+            done += 2
+        step = draft.propose(state, states[0, done:p], int(ids[0, p]), 5)
+        fresh = draft.propose(draft.start(target), states[0, :p], int(ids[0, p]), 5)
+        anchors = torch.tensor([[p]])
+        out = draft(dspine.gather_blocks(ids, anchors, 6), states, anchors, embed)
+        scores, candidates = F.linear(out.hidden_states[0, 0, 1:], head).topk(4)
+        table = draft.transition_cache(out.pre_injection[0, 0, 1:], candidates, ids[0, p], head)
+        if overrides:
+            table = scores[:, None].expand(-1, 4, -1)
+        tokens, _, probs = dspine.select_path(table, candidates)
+        for other in (fresh, Proposal(tokens, candidates, probs)):
+            for a, b in zip(step, other):
+                close(a, b, 1e-6)
+        short = draft.propose(draft.start(target), states[0, :p], int(ids[0, p]), 2)
+        assert torch.equal(short.tokens, step.tokens[:2])  # a shorter block is a prefix
+        done = p
+        assert state.length == p and state.keys_values[0][0].shape[2] == p
+
+
+# -------------------------------------------------------------------------------------------------
+# Objective
+# -------------------------------------------------------------------------------------------------
+
+
+def plain_objective(draft, out, ids, anchors, supervised, teacher, head, beta):
+    """sec. 6 token by token, nothing chunked or checkpointed."""
+    c, total, weight = draft.config, torch.zeros(5), 0.0
+    for n, a, t in supervised.nonzero().tolist():  # proposal t + 1
+        p, w = int(anchors[n, a]), math.exp(-t / 7)
+        label, previous = ids[n, p + t + 1], ids[n, p + t]
+        P = (head @ teacher[n, p + t]).softmax(-1)
+        log_q = (head @ out.hidden_states[n, a, t + 1]).log_softmax(-1)
+        top = log_q.topk(c.top_k).indices
+        refined = plain_refine(draft, out.pre_injection[n, a, t + 1], previous)
+        log_q2, mass = (head[top] @ refined).log_softmax(-1), P[top].sum()
+        l1 = (log_q2.exp() - P[top] / mass).abs().sum() if mass > 1e-4 else torch.tensor(0.0)
+        cosines = [F.cosine_similarity(f[n, a, t + 1], draft.transfer_codes[label], dim=0)
+                   for f in out.layer_features]
+        total = total + w * torch.stack((
+            -log_q[label], (log_q.exp() - P).abs().sum(), -log_q2[top == label].sum(), l1,
+            sum(1 - x for x in cosines)))
+        weight += w
+    ce, l1, ce2, l12, align = total / weight
+    return 0.1 * ce + 0.9 * l1 + 0.1 * ce2 + 0.9 * l12 + beta * ce.detach() * align
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_objective_and_gradients_equal_a_plain_loop(chunk):
+    draft, given, _ = golden("b")
+    draft.requires_grad_(True)
+    teacher, head = given["teacher_last_hidden"] * 4, given["lm_head"]  # some masses are tiny
+    supervised = torch.rand(*given["anchors"].shape, 7) < 0.7
+    losses, gradients = [], []
+    for f in (dspine.objective, plain_objective):
+        _, out = golden_forward(draft, given)
+        loss = f(draft, out, given["input_ids"], given["anchors"], supervised, teacher, head,
+                 **dict(beta=0.5, chunk=chunk) if f is dspine.objective else dict(beta=0.5))
+        losses.append(loss[0] if f is dspine.objective else loss)
+        gradients.append(torch.autograd.grad(losses[-1], list(draft.parameters())))
+    close(*losses, 1e-5)
+    for (name, _), a, b in zip(draft.named_parameters(), *gradients):
+        assert b.abs().max() > 0, name
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=lambda m: f"{name}: {m}")
+
+
+def test_nothing_supervised_gives_a_zero_loss_with_a_gradient():
+    """T04."""
+    draft, given, _ = golden("a")
+    draft.requires_grad_(True)
+    blocks, out = golden_forward(draft, given)
+    loss, terms = dspine.objective(
+        draft, out, given["input_ids"], given["anchors"], torch.zeros_like(blocks[..., 1:]).bool(),
+        given["teacher_last_hidden"], given["lm_head"], beta=0.5)
+    loss.backward()
+    assert loss == 0 and terms["weight"] == 0 and not draft.fc.weight.grad.any()
+
+
+def test_anchors_start_where_the_first_proposal_is_supervised():
+    g = torch.Generator().manual_seed(0)
+    loss_mask = torch.rand(5, 40, generator=g) < torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0])[:, None]
+    for count in (1, 8, 100):
+        anchors, valid = dspine.sample_anchors(loss_mask, count, g)
+        slots = dspine.supervised_slots(loss_mask, anchors, valid, 6)
+        for n in range(5):
+            legal = [p for p in range(39) if loss_mask[n, p + 1]]
+            chosen = anchors[n][valid[n]].tolist()
+            assert set(chosen) <= set(legal) and len(set(chosen)) == min(count, len(legal))
+            for p, ok, slot in zip(anchors[n].tolist(), valid[n], slots[n].tolist()):
+                run = [ok and p + t < 40 and bool(loss_mask[n, p + t]) for t in range(1, 6)]
+                assert slot == [all(run[:t + 1]) for t in range(5)]
+    draws = {tuple(dspine.sample_anchors(loss_mask, 3, g)[0][4].tolist()) for _ in range(20)}
+    assert len(draws) > 10
+
+
+def test_schedules():
+    c = config_for(tiny())
+    assert [dspine.alignment_beta(s, c) for s in (0, 73, 146, 999)] == [0, 0.25, 0.5, 0.5]
+    for progress, rho in ((0, 0.5), (1 / 6, 0.5), (0.25, 0.25), (1 / 3, 0), (1, 0)):
+        assert dspine.replacement_rate(progress, c) == pytest.approx(rho, abs=1e-9)
+
+
+# -------------------------------------------------------------------------------------------------
+# Greedy decoding
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("block_size", range(2, 17))
+def test_greedy_equals_plain_for_every_accept_count(block_size, dtype):
+    """C20, C21 (block 2, always wrong), C12: the accept lengths are those that were scripted."""
+    target = tiny("Qwen3", dtype)
+    for accepted in range(block_size):
+        draft = scripted(target, [accepted], block_size=block_size)
+        tokens, stats = collect(generate(target, draft, prompt(), max_new_tokens=20))
+        assert tokens == truth(target)[:20]
+        full, rest = divmod(19, accepted + 1)
+        assert stats.accept_lengths == [accepted + 1] * full + [rest] * (rest > 0)
+        assert stats.target_forwards == draft.rounds + (rest == 1 or accepted == 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_and_its_cache_after_every_round(family, runners):
+    """C02, C03 (window 8), C12: cache length, and the logits of a re-score without a cache."""
+    target = tiny(family)
+    draft = scripted(target, [5, 5, 5, 0, 5, 5, 0, 1, 5, 3, 2, 4])
+    steps, text = generate(target, draft, prompt(), max_new_tokens=45), prompt()[0].tolist()
+    for i, step in enumerate(steps):
+        text += step.tokens
+        assert runners[0].cache.get_seq_length() == len(text) - 1
+    assert text[20:] == truth(target)[:45]
+    assert len(set(text[20:])) > 5
+    whole = target(torch.tensor([text]), use_cache=False).logits[0]
+    end = len(text)
+    for start, count, logits in reversed(runners[0].calls):  # rows of text that was kept
+        first = start + count - len(logits)
+        close(logits[:end - 1 - first], whole[first:end - 1], 2e-4)
+        end = start + 1
+    tokens, _ = collect(generate_plain(target, prompt(), max_new_tokens=45))
+    assert tokens == text[20:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_of_one_token(family):
+    """R09."""
+    target = tiny(family)
+    draft = scripted(target, [5, 0, 2], length=1)
+    assert collect(generate(target, draft, prompt(1), max_new_tokens=25))[0] == truth(target, 1)[:25]
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_targets_that_can_not_roll_back_are_refused(family):
+    """C01: no token comes out."""
+    target = tiny(family)
+    draft = Scripted(target, prompt(), [0] * 60, [5])
+    with pytest.raises(ValueError, match=f"{family}ForCausalLM"):
+        next(generate(target, draft, prompt(), max_new_tokens=8))
+    plain = lambda: collect(generate_plain(target, prompt(), max_new_tokens=8))[0]
+    if family == "RecurrentGemma":  # returns no cache at all: not even plain decoding is right
+        with pytest.raises(ValueError, match="returns no cache"):
+            plain()
+    else:
+        assert plain() == reference(target, prompt(), 8)
+
+
+@pytest.mark.parametrize("overrides", [
+    {}, dict(top_k=1), dict(block_size=2), dict(inject="none"), dict(inject="last"),
+    dict(attention="bidirectional", inject="none", select="argmax")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_draft_is_lossless(overrides, dtype):
+    """C21 (K = 1, block 2), the ablations, and a draft of another dtype than the target's."""
+    target = tiny()
+    draft = random_draft(target, **overrides).to(dtype)
+    assert collect(generate(target, draft, prompt(), max_new_tokens=30))[0] == truth(target)[:30]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 7, 13])
+@pytest.mark.parametrize("pattern", [[5], [0], [2]])
+def test_budget(count, pattern):
+    """C07, C08: never more, never fewer; the last proposal leaves room for the target's token."""
+    target, B = tiny(), 6
+    draft = scripted(target, pattern, block_size=B)
+    steps = list(generate(target, draft, prompt(), max_new_tokens=count))
+    assert sum((s.tokens for s in steps), []) == truth(target)[:count]
+    left = count - 1
+    for step in steps[1:]:
+        assert step.proposed == min(B - 1, left - 1)
+        left -= len(step.tokens)
+    tokens, stats = collect(generate(target, draft, prompt(), max_new_tokens=count))
+    assert stats.new_tokens == count == len(tokens) and stats.finish_reason == "length"
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_ends_at_the_first_end_token(place):
+    """C04, C05, C06: at every slot of a block, on the bonus token and on prefill's; P01."""
+    target = tiny(seed=3)
+    text = truth(target)
+    eos = text[place]
+    first = text.index(eos) + 1
+    draft = scripted(target, [3, 5])
+    for budget in (40, first):
+        draft.rounds = 0
+        steps = generate(target, draft, prompt(), max_new_tokens=budget, eos_token_ids=(eos,))
+        tokens, stats = collect(steps)
+        assert tokens == text[:first] and stats.finish_reason == "eos"
+        assert stats.new_tokens == first == 1 + sum(stats.accept_lengths)
+        assert draft.rounds == stats.target_forwards - (budget == first in (2, 6, 12))
+        plain, _ = collect(generate_plain(target, prompt(), max_new_tokens=budget,
+                                          eos_token_ids=(eos,)))
+        assert plain == tokens
+
+
+def test_end_token_places_are_all_reached():
+    """The first ten tokens above are distinct, so that each place really ends at its own slot."""
+    assert len(set(truth(tiny(seed=3))[:10])) == 10
+
+
+def test_end_token_forms():
+    """C10: whichever of several comes first, as int, list, set or tensor. C11: None."""
+    target = tiny()
+    text = truth(target)
+    a, b = text[9], text[4]
+    run = lambda ids: collect(generate(target, scripted(target, [5]), prompt(), max_new_tokens=20,
+                                       eos_token_ids=ids))[0]
+    for ids in ([a, b], (b, a), {a, b}, torch.tensor([a, b]), torch.tensor([[b]]), b):
+        assert run(ids) == text[:text.index(b) + 1]
+    assert run(None) == run(()) == run([]) == text[:20]
+
+
+def test_mask_token_in_the_text_survives():
+    """C09: (a) as an output token; (b) as a stop id it stops where plain decoding does."""
+    target = tiny()
+    text = truth(target)
+    draft = random_draft(target, mask_token_id=text[3])
+    run = lambda **k: collect(generate(target, draft, prompt(), max_new_tokens=20, **k))[0]
+    assert run() == text[:20]
+    assert run(eos_token_ids=text[3]) == text[:text.index(text[3]) + 1]
+
+
+def test_statistics():
+    """P01: [d1, d2, EOS, d4, d5, bonus] counts 3; a later match behind a miss counts nothing."""
+    target = tiny(seed=3)
+    text = truth(target)
+    _, stats = collect(generate(target, scripted(target, [5]), prompt(), max_new_tokens=20,
+                                eos_token_ids=text[3]))
+    assert stats.accept_lengths == [3] and stats.emitted_by == {"draft": 3, "copy": 0, "target": 1}
+    logits = F.one_hot(torch.tensor([4, 5, 6, 7, 8]), 10).float()
+    assert dspine.verify_greedy(logits, torch.tensor([4, 0, 6, 7])) == (1, 5)
+    _, stats = collect(generate(target, scripted(target, [5, 0, 2]), prompt(), max_new_tokens=25))
+    assert stats.accept_lengths == [6, 1, 3, 6, 1, 3, 4] and stats.histogram == {
+        6: 2, 1: 2, 3: 2, 4: 1}
+    assert stats.new_tokens == 1 + sum(stats.accept_lengths) == sum(stats.emitted_by.values())
+    assert stats.acceptance_length == 24 / 7 and stats.target_forwards == 7
+    assert min(stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds) > 0
+    plain = collect(generate_plain(target, prompt(), max_new_tokens=9))[1]
+    assert plain.accept_lengths == [1] * 8 and plain.emitted_by["target"] == 9
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(input_ids=torch.zeros(2, 5).long()), "batch size 1"),             # C16
+    (dict(input_ids=torch.zeros(1, 0).long()), "empty"),                    # R08
+    (dict(input_ids=torch.tensor([[VOCAB]])), "0 .. 96"),
+    (dict(input_ids=torch.tensor([[-1, 3]])), "0 .. 96"),
+    (dict(max_new_tokens=-1), "max_new_tokens = -1"),
+    (dict(max_new_tokens=493), "512 positions"),
+    (dict(temperature=-0.5), "temperature = -0.5"),
+    (dict(temperature=math.nan), "temperature = nan"),
+    (dict(temperature=math.inf), "temperature = inf"),
+    (dict(top_k=-1), "top_k = -1"),
+    (dict(top_p=0.0), "top_p = 0.0"),
+    (dict(top_p=1.1), "top_p = 1.1"),
+    (dict(block_size=1), "block_size = 1"),
+    (dict(block_size=7), "block_size = 7")])
+def test_bad_requests_are_refused(change, message):
+    target = tiny()
+    request = dict(input_ids=prompt(), max_new_tokens=4) | change
+    with pytest.raises(ValueError, match=message):
+        generate(target, scripted(target, [5]), request.pop("input_ids"), **request)
+
+
+def test_smaller_block_size_is_lossless():
+    """P04."""
+    target = tiny()
+    for size in range(2, 7):
+        steps = list(generate(target, scripted(target, [5]), prompt(), max_new_tokens=20,
+                              block_size=size))
+        assert sum((s.tokens for s in steps), []) == truth(target)[:20]
+        assert max(s.proposed for s in steps) == size - 1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPT2"])
+def test_taps_are_the_outputs_of_the_layers(family):
+    """S03, S04: hooks on the decoder layers; the last one is reported after the final norm."""
+    target = tiny(family)
+    layers = target.transformer.h if family == "GPT2" else target.model.layers
+    seen, ids = {}, prompt()
+    hooks = [layer.register_forward_hook(
+        lambda m, i, out, l=l: seen.update({l: out[0] if isinstance(out, tuple) else out}))
+        for l, layer in enumerate(layers)]
+    with torch.no_grad():
+        _, taps = dspine.TargetRunner(target, [2, 0, 1, 3])(ids, logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
+    got = taps.view(20, 4, 32)
+    for i, layer in enumerate((2, 0, 1, 3)):
+        assert torch.equal(got[:, i], seen[layer].view(20, 32)) == (layer != 3)
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        config_for(target, target_layer_ids=[1, 3])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_draft_and_target_on_different_devices():
+    """R13."""
+    target = copy.deepcopy(tiny(dtype=torch.float64)).cuda()
+    for device in ("cpu", "cuda"):
+        draft = random_draft(tiny()).to(device)
+        tokens, _ = collect(generate(target, draft, prompt(), max_new_tokens=30))
+        assert tokens == truth(tiny(dtype=torch.float64))[:30]
+        steps = generate(target, draft, prompt(), max_new_tokens=30, temperature=1.0)
+        assert len(collect(steps)[0]) == 30
+
+
+# -------------------------------------------------------------------------------------------------
+# Sampling
+# -------------------------------------------------------------------------------------------------
+
+FILTERS = [dict(temperature=1.0), dict(temperature=0.5, top_k=2, top_p=0.9),
+           dict(temperature=0.7, top_k=4, top_p=0.85), dict(temperature=1.5, top_k=3),
+           dict(temperature=1.0, top_p=0.6)]
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("vocab", [5, 300])
+def test_filter_equals_transformers(filters, vocab):
+    """C24: the same set and the same numbers as plain sampling in transformers."""
+    logits = torch.randn(64, vocab) * 3
+    chain = [transformers.TemperatureLogitsWarper(filters["temperature"])]
+    if "top_k" in filters:
+        chain.append(transformers.TopKLogitsWarper(filters["top_k"]))
+    if "top_p" in filters:
+        chain.append(transformers.TopPLogitsWarper(filters["top_p"]))
+    expected = logits
+    for warper in chain:
+        expected = warper(None, expected)
+    got = dspine.sampling_distribution(logits, **filters)
+    close(got, expected.softmax(-1), 1e-6)
+    assert torch.equal(got > 0, expected.isfinite())
+    if "top_k" in filters:
+        assert (got > 0).sum(-1).max() <= filters["top_k"]
+    greedy = dspine.sampling_distribution(logits, 0.0, filters.get("top_k", 0))
+    assert torch.equal(greedy, F.one_hot(logits.argmax(-1), vocab).float())
+
+
+def test_inverse_cdf_never_returns_a_zero():
+    """Weights of any sum, zeros at the start, the end and between; uniform up to its very ends."""
+    torch.manual_seed(0)
+    uniform = torch.cat((torch.linspace(0, 1, 999)[:-1], torch.tensor([1 - 2 ** -24, 2 ** -24])))
+    for _ in range(200):
+        probs = torch.rand(7) * torch.rand(1) * (torch.rand(7) < 0.5)
+        probs[torch.randint(7, (1,))] = 0.1
+        index = dspine.inverse_cdf(probs.expand(len(uniform), 7), uniform)
+        assert (probs[index] > 0).all()
+        share = F.one_hot(index[:998], 7).float().mean(0)
+        close(share, probs / probs.sum(), 3e-3)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_path_frequencies_equal_the_returned_probs(filters):
+    """C23: q is the distribution that the proposals are drawn from, row by row."""
+    g, draws, T, K = torch.Generator().manual_seed(0), 40000, 3, 4
+    table = torch.randn(T, K, K, generator=g) * 2
+    table[0] = table[0, :1]
+    candidates = torch.arange(T * K).view(T, K)
+    tokens, rows, probs = dspine.select_path(
+        table.expand(draws, T, K, K), candidates.expand(draws, T, K), generator=g, **filters)
+    assert torch.equal(tokens, rows + torch.arange(T) * K)
+    assert (probs.gather(-1, rows[..., None]) > 0).all()
+    for t in range(T):
+        for a in range(K):
+            chosen = rows[:, t - 1] == a if t else torch.ones(draws).bool()
+            if not chosen.any():
+                continue
+            expected = dspine.sampling_distribution(table[t, a], **filters)
+            close(probs[chosen, t], expected.expand(int(chosen.sum()), K), 1e-6)
+            share = F.one_hot(rows[chosen, t], K).float().mean(0)
+            bound = 3 * (K / int(chosen.sum())) ** 0.5
+            assert (share - expected).abs().sum() / 2 < bound
+
+
+def pair_frequencies(p_first, p_second, q_first, q_second, filters, draws):
+    """Frequencies [V, V] of two tokens, decoded by select_path and verify_sampled in rounds.
+
+    p: target logits [V], [V, V] (by first token); q: the draft's candidates and scores likewise.
+    Quasi-random numbers instead of random ones make few draws enough.
+    """
+    V = len(p_first)
+    first, second = (dspine.sampling_distribution(p, **filters) for p in (p_first, p_second))
+    u = torch.quasirandom.SobolEngine(6, scramble=True, seed=0).draw(draws).clamp_max(1 - 2 ** -24)
+    K = q_second[0].shape[1]
+    counts = torch.zeros(V, V)
+    q1 = dspine.sampling_distribution(q_first[1], **filters)
+    q2 = dspine.sampling_distribution(q_second[1], **filters)               # [V, K] by first token
+    for i in range(draws):
+        a = int(dspine.inverse_cdf(q1, u[i, 0]))
+        x1 = int(q_first[0][a])
+        b = int(dspine.inverse_cdf(q2[x1], u[i, 1]))
+        x2 = int(q_second[0][x1, b])
+        proposal = Proposal(torch.tensor([x1, x2]), torch.stack((q_first[0], q_second[0][x1])),
+                            torch.stack((q1, q2[x1])))
+        target = torch.stack((first, second[x1], second[x2]))
+        accepted, token = dspine.verify_sampled(target, proposal, u[i, 2:5])
+        if accepted == 0:  # the second token comes from another round, by plain sampling
+            pair = token, int(dspine.inverse_cdf(second[token], u[i, 5]))
+        else:
+            pair = x1, x2 if accepted == 2 else token
+        counts[pair] += 1
+    return counts / draws, first[:, None] * second
+
+
+@pytest.mark.parametrize("quality", ["good", "bad", "one-hot"])
+@pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[2], FILTERS[1]])
+def test_sampled_pairs_have_the_targets_distribution(filters, quality):
+    """C23, C24: total variation to p(x1) p(x2 | x1) on five tokens; outside top-k: never."""
+    g = torch.Generator().manual_seed(1)
+    p_first, p_second = torch.randn(5, generator=g) * 1.5, torch.randn(5, 5, generator=g) * 1.5
+    noise = {"good": 0.3, "bad": 4.0, "one-hot": 1.0}[quality]
+    K = 1 if quality == "one-hot" else 3
+    def draft(p):
+        scores, candidates = (p + torch.randn(p.shape, generator=g) * noise).topk(K)
+        return candidates, scores
+    got, exact = pair_frequencies(p_first, p_second, draft(p_first), draft(p_second), filters, 8192)
+    assert (got - exact).abs().sum() / 2 < 0.01
+    assert not got[exact == 0].any()
+
+
+def test_verification_by_hand():
+    """Accept while u q < p; refusal samples max(p - q, 0); a full block samples the last p."""
+    p = torch.tensor([[0.5, 0.5, 0, 0], [0.1, 0.2, 0.3, 0.4], [0, 0, 1.0, 0]])
+    proposal = Proposal(torch.tensor([0, 3]), torch.tensor([[0, 2], [3, 1]]),
+                        torch.tensor([[0.75, 0.25], [0.8, 0.2]]))
+    run = lambda *u: dspine.verify_sampled(p, proposal, torch.tensor(u))
+    assert run(0.66, 0.49, 0.5) == (2, 2)
+    assert run(0.67, 0.0, 0.0) == run(0.67, 0.0, 0.99) == (0, 1)
+    assert run(0.66, 0.51, 0.24) == (1, 0) and run(0.66, 0.51, 0.26) == (1, 2)
+    assert dspine.verify_sampled(p[:1], Proposal(*(x[:0] for x in proposal)),
+                                 torch.tensor([0.6])) == (0, 1)
+    same = Proposal(torch.tensor([1]), torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]]))
+    for u in (0.0, 0.5, 1 - 2 ** -24):
+        assert dspine.verify_sampled(p[:2], same, torch.tensor([u, 0.0]))[0] == 1
+
+
+@pytest.mark.parametrize("filters", [dict(temperature=1.0), dict(temperature=0.7, top_k=3)])
+def test_sampling_end_to_end(filters):
+    """C23, C24 through the loop: chi-square of three tokens (prefill, proposed, bonus)."""
+    sizes = dict(vocab_size=5, num_hidden_layers=2, initializer_range=0.2)
+    target, ids, draws = tiny(**sizes), prompt(4, vocab=5), 1000
+    draft = random_draft(target, target_layer_ids=[0], num_hidden_layers=1, block_size=3,
+                         mask_token_id=4, transfer_rank=3, top_k=3)
+    g = torch.Generator().manual_seed(0)
+    counts, accepted = torch.zeros(5, 5, 5), set()
+    for _ in range(draws):
+        tokens, stats = collect(generate(target, draft, ids, max_new_tokens=3, generator=g,
+                                         **filters))
+        counts[tuple(tokens)] += 1
+        accepted.add(tuple(stats.accept_lengths))
+    assert accepted == {(2,), (1, 1)}
+    texts = torch.cartesian_prod(*[torch.arange(5)] * 3)
+    rows = target(torch.cat((ids.expand(125, -1), texts), dim=1), use_cache=False).logits[:, 3:6]
+    p = dspine.sampling_distribution(rows, **filters)                       # [125, 3, V]
+    exact = p.gather(-1, texts[..., None]).prod(1).view(5, 5, 5)
+    assert not counts[exact == 0].any()
+    expected = exact[exact > 0] * draws
+    square = ((counts[exact > 0] - expected) ** 2 / expected).sum()
+    cells = len(expected) - 1
+    assert square < cells + 4 * math.sqrt(2 * cells)
+
+
+def test_seeds():
+    """C25: temperature has an effect; a seed decides the whole output."""
+    target = tiny()
+    draft = random_draft(target)
+    run = lambda seed, count, **k: tuple(collect(generate(
+        target, draft, prompt(), max_new_tokens=count, temperature=1.0,
+        generator=torch.Generator().manual_seed(seed), **k))[0])
+    seen = [run(seed, 3) for seed in range(300)]
+    assert all(len({tokens[i] for tokens in seen}) >= 3 for i in range(3))
+    assert run(7, 30) == run(7, 30) != run(8, 30)
+    assert run(7, 30, top_k=1) == tuple(truth(target)[:30])
+    with torch.random.fork_rng():
+        torch.manual_seed(123)
+        assert run(7, 30) == run(7, 30)
+
+
+def test_non_finite_scores_are_an_error():
+    """S09: a float16 draft whose residual overflows."""
+    target = tiny()
+    draft = random_draft(target)
+    draft.fc.weight.mul_(1e3)
+    draft.layers[0].mlp.down_proj.weight.mul_(1e6)
+    draft = draft.half()
+    for temperature in (0.0, 1.0):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            collect(generate(target, draft, prompt(), max_new_tokens=8, temperature=temperature))
+
+
+# -------------------------------------------------------------------------------------------------
+# Overfit
+# -------------------------------------------------------------------------------------------------
+
+
+def train(target, ids, steps, **sizes):
+    """A draft trained with the objective on one text; the optimizer holds the draft alone."""
+    torch.manual_seed(0)
+    draft = DSpine.for_target(config_for(target, **sizes), target)
+    c, embed, head = (draft.config, target.get_input_embeddings().weight,
+                      target.get_output_embeddings().weight)
+    with torch.no_grad():
+        states = target(ids, output_hidden_states=True).hidden_states
+    taps, teacher = torch.cat([states[l + 1] for l in c.target_layer_ids], dim=-1), states[-1]
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=4e-3, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 4e-3 * (1 - step / steps)
+        anchors, valid = dspine.sample_anchors(torch.ones_like(ids), 40)
+        blocks = dspine.gather_blocks(ids, anchors, c.block_size)
+        replace = torch.rand(anchors.shape) < dspine.replacement_rate(step / steps, c)
+        out = draft(blocks, taps, anchors, embed, replace)
+        supervised = dspine.supervised_slots(torch.ones_like(ids), anchors, valid, c.block_size)
+        loss, _ = dspine.objective(draft, out, ids, anchors, supervised, teacher, head,
+                                   beta=dspine.alignment_beta(step, c))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+    return draft.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def overfit():
+    target = tiny()
+    text = truth(target, 4, 80)
+    assert len(set(text)) > 30 and text[40:60] not in [text[i:i + 20] for i in range(40)]
+    return target, text, train(target, torch.tensor([prompt(4)[0].tolist() + text]), 250,
+                               block_size=8)
+
+
+def acceptance(target, draft, **filters):
+    tokens, stats = collect(generate(target, draft, prompt(4), max_new_tokens=70, **filters))
+    return tokens, stats.acceptance_length
+
+
+def test_overfit_draft_accepts_nearly_whole_blocks(overfit):
+    """S01, T02: one text, trained a few seconds, then generated: about B tokens a forward."""
+    target, text, draft = overfit
+    tokens, length = acceptance(target, draft)
+    assert tokens == text[:70] and length > 7
+
+
+@pytest.mark.parametrize("shift", ["positions", "context"])
+def test_shifted_positions_lower_acceptance(overfit, shift, monkeypatch):
+    """S02: the block begins at the anchor's own position; the context ends right before it."""
+    target, text, draft = overfit
+    if shift == "positions":
+        original = DSpine.context_keys_values
+        monkeypatch.setattr(DSpine, "context_keys_values",
+                            lambda self, x, start=0: original(self, x, start + 1))
+    else:
+        original = DSpine.extend_context
+        monkeypatch.setattr(DSpine, "extend_context",
+                            lambda self, state, x: original(self, state, x.roll(1, 0)))
+    tokens, length = acceptance(target, draft)
+    assert tokens == text[:70] and length < 5
+
+
+def test_block_positions_start_at_the_context_length(overfit, monkeypatch):
+    """S02: the anchor's absolute position is the number of positions before it."""
+    target, text, draft = overfit
+    seen, original = [], DSpine.forward_blocks
+    monkeypatch.setattr(DSpine, "forward_blocks", lambda self, x, anchors, kv, *rest: (
+        seen.append((int(anchors), kv[0][0].shape[2])), original(self, x, anchors, kv, *rest))[1])
+    done = 4
+    for step in generate(target, draft, prompt(4), max_new_tokens=30):
+        done += len(step.tokens)
+        assert not seen or seen[-1] == (done - len(step.tokens) - 1,) * 2
+    assert len(seen) >= 4
+
+
+# -------------------------------------------------------------------------------------------------
+# Configuration and checkpoints
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, value", [
+    ("hidden_size", 0), ("block_size", 1), ("head_dim", 7), ("num_key_value_heads", 3),
+    ("top_k", VOCAB + 1), ("transfer_rank", 33), ("mask_token_id", -1), ("mask_token_id", VOCAB),
+    ("target_layer_ids", []), ("target_layer_ids", [1, 1]), ("target_layer_ids", [-1]),
+    ("ce_weight", 1.5), ("inject", "sometimes"), ("attention", "full"), ("select", "beam"),
+    ("rope_parameters", {"rope_theta": 1e4}), ("rope_parameters", {"rope_type": "default"}),
+    ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4})])
+def test_invalid_values_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"DSpineConfig.{name} = "):
+        config_for(tiny(), **{name: value})
+
+
+@pytest.mark.parametrize("layers", range(1, 7))
+@pytest.mark.parametrize("taps", range(1, 6))
+def test_tapped_layers_of_small_targets(layers, taps):
+    """S05: distinct and below the last layer, or refused."""
+    try:
+        ids = dspine.tapped_layers(layers, taps)
+    except ValueError as error:
+        assert f"{layers} layers" in str(error) and layers < taps + 4
+        return
+    assert len(set(ids)) == taps and 0 <= min(ids) <= max(ids) < layers - 1
+
+
+def test_tapped_layers_published():
+    assert dspine.tapped_layers(36, 5) == [1, 9, 17, 25, 33]
+    assert dspine.tapped_layers(8, 3) == [1, 3, 5] and dspine.tapped_layers(30, 1) == [15]
+
+
+def test_mask_token_must_be_chosen():
+    """R06, C09: no id, or one with a meaning of its own."""
+    target = copy.deepcopy(tiny())
+    target.config.eos_token_id, target.config.bos_token_id = [5, 6], 7
+    target.config.pad_token_id = 8
+    for mask in (None, 5, 6, 7, 8):
+        with pytest.raises(ValueError, match=f"mask_token_id = {mask}.*never occurs in text"):
+            config_for(target, mask_token_id=mask)
+    assert config_for(target, mask_token_id=9).mask_token_id == 9
+
+
+@pytest.mark.parametrize("style", ["v4", "v5"])
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+def test_rope(style, kind, tmp_path):
+    """S07: theta and scaling in both styles, checked by formula, kept by a save and load."""
+    theta, factor, D, original = 1e6, 4.0, 8, 64
+    extra = {"default": {}, "linear": {"factor": factor}, "yarn": {
+        "factor": factor, "original_max_position_embeddings": original}}[kind]
+    raw = json.loads((ROOT / "assets/golden_a/config.json").read_text(encoding="utf-8"))
+    raw["max_position_embeddings"] = int(original * factor)
+    del raw["rope_parameters"]
+    if style == "v5":
+        raw["rope_parameters"] = {"rope_type": kind, "rope_theta": theta, **extra}
+    else:
+        raw["rope_theta"] = theta
+        raw["rope_scaling"] = None if kind == "default" else {"type": kind, **extra}
+    draft = DSpine(DSpineConfig.from_dict(raw))
+    frequencies = torch.tensor([theta ** (-2 * i / D) for i in range(D // 2)])
+    scale = 1.0
+    if kind == "linear":
+        frequencies = frequencies / factor
+    if kind == "yarn":  # keep the fast ones, stretch the slow ones, a ramp between
+        turn = lambda n: D * math.log(original / (n * 2 * math.pi)) / (2 * math.log(theta))
+        low, high = max(math.floor(turn(32)), 0), min(math.ceil(turn(1)), D - 1)
+        ramp = ((torch.arange(D // 2) - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies / factor * ramp + frequencies * (1 - ramp)
+        scale = 0.1 * math.log(factor) + 1
+    close(draft.inv_freq, frequencies, 1e-6)
+    assert draft.rope_scale == pytest.approx(scale)
+    cos, sin = draft.rope(torch.tensor([[0, 3]]))
+    close(cos[0, 0, 1], (3 * frequencies).cos().repeat(2) * scale, 1e-6)
+    draft.transfer_ready.fill_(True)
+    draft.save_pretrained(tmp_path)
+    again = DSpine.from_pretrained(tmp_path)
+    assert torch.equal(again.inv_freq, draft.inv_freq) and again.config == draft.config
+
+
+@pytest.mark.parametrize("edit, message", [
+    (lambda raw: raw["rope_parameters"].update(rope_type="magic"), "rope_parameters"),
+    (lambda raw: raw.pop("rope_parameters"), "rope_theta"),
+    (lambda raw: raw.pop("dspine_config"), "dspine_config"),
+    (lambda raw: raw.pop("hidden_size"), "hidden_size"),
+    (lambda raw: raw["dflash_config"].pop("mask_token_id"), "mask_token_id"),
+    (lambda raw: raw.update(block_size=9), "one block_size"),
+    (lambda raw: (raw.pop("block_size"), raw["dflash_config"].pop("block_size")), "block_size")])
+def test_incomplete_config_files_are_refused(edit, message):
+    raw = json.loads((ROOT / "assets/golden_a/config.json").read_text(encoding="utf-8"))
+    edit(raw)
+    with pytest.raises(ValueError, match=message):
+        DSpineConfig.from_dict(raw)
+
+
+def test_config_goes_round():
+    raw = json.loads((ROOT / "assets/golden_a/config.json").read_text(encoding="utf-8"))
+    config = DSpineConfig.from_dict(raw)
+    written = config.to_dict()
+    for name in ("architectures", "model_type", "dflash_config", "dspine_config", "layer_types",
+                 "block_size", "num_target_layers", "rope_parameters", "vocab_size", "head_dim"):
+        assert written[name] == raw[name]
+    assert DSpineConfig.from_dict(written) == DSpineConfig.from_dict({"config": raw}) == config
+    other = config_for(tiny(), inject="last", select="argmax", attention="bidirectional")
+    assert DSpineConfig.from_dict(json.loads(json.dumps(other.to_dict()))) == other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_and_load_bit_for_bit(dtype, tmp_path):
+    """R01 (d, e), R03, T10: odd head size, tied target, draft tensors only."""
+    target = tiny("Qwen3", dtype, hidden_size=40, num_attention_heads=4, head_dim=16,
+                  tie_word_embeddings=True)
+    draft = random_draft(target).to(dtype)
+    draft.save_pretrained(tmp_path)
+    again = DSpine.from_pretrained(tmp_path, target)
+    assert not again.training and not any(p.requires_grad for p in again.parameters())
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(saved) == set(draft.state_dict()) == set(again.state_dict())
+    assert not any("embed" in name or "lm_head" in name for name in saved)
+    for name, value in draft.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    state = again.start(target)
+    assert state.embed.data_ptr() == state.lm_head.data_ptr()  # the head is the embedding
+    taps = torch.randn(20, 80)
+    for a, b in zip(draft.propose(draft.start(target), taps, 3, 5),
+                    again.propose(state, taps, 3, 5)):
+        assert torch.equal(a, b)
+
+
+def test_odd_sizes_train_and_generate():
+    """R03, R01 (e): hidden 40, 4 heads of 16, 2 key/value heads, a tied head."""
+    target = tiny("Qwen3", hidden_size=40, num_attention_heads=4, head_dim=16,
+                  tie_word_embeddings=True)
+    draft = train(target, prompt(40), 2)
+    assert collect(generate(target, draft, prompt(), max_new_tokens=20))[0] == truth(target)[:20]
+
+
+def test_slim_checkpoint_rebuilds_the_codes(tmp_path):
+    target = tiny()
+    draft = random_draft(target)
+    draft.save_pretrained(tmp_path, slim=True)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert "transfer_codes" not in saved and saved["transfer_directions"].shape == (32, 16)
+    again = DSpine.from_pretrained(tmp_path, target)
+    close(again.transfer_codes, draft.transfer_codes, 1e-6)
+    assert again.transfer_ready
+    again.save_pretrained(tmp_path / "twice", slim=True)
+    twice = load_file(tmp_path / "twice" / "model.safetensors")
+    assert all(torch.equal(saved[k], twice[k]) for k in saved)
+    with pytest.raises(ValueError, match="slim"):
+        DSpine.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="slim"):
+        golden("a")[0].save_pretrained(tmp_path / "third", slim=True)
+
+
+def test_codes_in_a_second_file_and_a_nested_config(tmp_path):
+    """sec. 9: transfer.safetensors with tensor `codes`; the config under a key `config`."""
+    source = ROOT / "assets" / "golden_a"
+    tensors = load_file(source / "model.safetensors")
+    save_file({"codes": tensors.pop("transfer_codes")}, tmp_path / "transfer.safetensors")
+    del tensors["transfer_ready"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({"config": raw}), encoding="utf-8")
+    draft, published = DSpine.from_pretrained(tmp_path), golden("a")[0]
+    assert draft.config == published.config
+    for name, value in published.state_dict().items():
+        assert torch.equal(value, draft.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("edit, message", [
+    (lambda t: t.pop("fc.weight"), "missing fc.weight"),                    # R01 (a)
+    (lambda t: t.update({f"_orig_mod.{k}": t.pop(k) for k in list(t)}),     # R01 (b)
+     "missing fc.weight.*and .* more"),
+    (lambda t: t.update(extra=torch.ones(1)), "unexpected extra"),          # R01 (c)
+    (lambda t: t.update({"norm.weight": torch.ones(33)}), r"norm.weight has shape \(33,\)"),
+    (lambda t: t.update(transfer_ready=torch.tensor(False)), "transfer_ready")])
+def test_wrong_tensors_are_named(edit, message, tmp_path):
+    tensors = load_file(ROOT / "assets/golden_a/model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((ROOT / "assets/golden_a/config.json").read_bytes())
+    with pytest.raises(ValueError, match=message):
+        DSpine.from_pretrained(tmp_path)
+
+
+def test_incomplete_folders_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        DSpine.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((ROOT / "assets/golden_a/config.json").read_bytes())
+    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+        DSpine.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(hidden_size=40), "hidden_size is 32, the target's is 40"),
+    (dict(vocab_size=98), "vocab_size is 97, the target's is 98"),
+    (dict(num_hidden_layers=5), "num_target_layers is 4, the target's is 5")])
+def test_drafts_of_another_target_are_refused(change, message, tmp_path):
+    """R04: before the first token, at load and at generation."""
+    draft, other = random_draft(tiny()), tiny(**change)
+    draft.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        DSpine.from_pretrained(tmp_path, other)
+    with pytest.raises(ValueError, match=message):
+        next(generate(other, draft, prompt(), max_new_tokens=4))
+    with pytest.raises(ValueError, match=message):
+        DSpine.for_target(draft.config, other)
+
+
+def test_a_draft_without_codes_is_refused():
+    with pytest.raises(ValueError, match="codes are not set"):
+        next(generate(tiny(), DSpine(config_for(tiny())), prompt(), max_new_tokens=4))
+
+
+@pytest.mark.parametrize("stage", ["write", "rename"])
+def test_a_failing_write_leaves_nothing_and_harms_nothing(stage, tmp_path, monkeypatch):
+    draft = random_draft(tiny())
+
+    def partial(tensors, path, **_):
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    for folder in (tmp_path / "new", tmp_path / "old"):
+        if folder.name == "old":
+            draft.save_pretrained(folder)
+        before = {p.name: p.read_bytes() for p in folder.glob("*")}
+        with monkeypatch.context() as m, pytest.raises(OSError, match="disk full"):
+            if stage == "write":
+                m.setattr("safetensors.torch.save_file", partial)
+            else:
+                m.setattr(os, "replace", fail)
+            random_draft(tiny(), seed=5).save_pretrained(folder)
+        assert {p.name: p.read_bytes() for p in folder.glob("*")} == before
+
+
+# -------------------------------------------------------------------------------------------------
+# Inside transformers' generate
+# -------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.parts, self.ended = [], False
+
+    def put(self, value):
+        self.parts += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GPT2"])
+@pytest.mark.parametrize("eos", [None, [6], [6, 4]])
+def test_custom_generate_equals_plain_generate(family, eos):
+    """C04, C10: tokens and stream end at the first of several ids."""
+    target, ids = tiny(family), prompt()
+    settings = dict(do_sample=False, max_new_tokens=30, attention_mask=torch.ones_like(ids),
+                    pad_token_id=0, eos_token_id=[truth(target)[i] for i in eos] if eos else None)
+    decoder, streamer = scripted(target, [5, 2]).decoder(), Recorder()
+    got = target.generate(ids, custom_generate=decoder, streamer=streamer, **settings)
+    assert torch.equal(got, target.generate(ids, **settings))
+    assert streamer.parts == got[0].tolist() and streamer.ended
+    assert decoder.statistics.new_tokens == got.shape[1] - 20
+    assert got.shape[1] == 50 or eos
+    whole = target.generate(ids, custom_generate=decoder, return_dict_in_generate=True, **settings)
+    assert torch.equal(whole.sequences, got)
+
+
+def test_custom_generate_honours_stopping_criteria_and_config():
+    target, ids, seen = tiny(), prompt(), []
+
+    def stop(ids, scores, **_):
+        seen.append(ids.shape[1])
+        return torch.tensor([ids.shape[1] >= 29])
+
+    run = lambda **k: target.generate(ids, do_sample=False, pad_token_id=0, **k)
+    criteria = transformers.StoppingCriteriaList([stop])
+    got = run(max_new_tokens=30, stopping_criteria=criteria,
+              custom_generate=scripted(target, [5]).decoder())
+    assert got[0, 20:].tolist() == truth(target)[:9] and seen == list(range(21, 30))
+    config = transformers.GenerationConfig(max_length=33, eos_token_id=truth(target)[11])
+    with_config = target.generate(ids, generation_config=config,
+                                  custom_generate=scripted(target, [4]).decoder(block_size=3))
+    assert torch.equal(with_config, target.generate(ids, generation_config=config))
+
+
+def test_custom_generate_samples_with_the_configs_filters():
+    """C24: ids outside top-k never appear; top_k = 1 is greedy; a seed repeats."""
+    target, ids = tiny(), prompt()
+    decoder = random_draft(target).decoder()
+    run = lambda **k: target.generate(ids, do_sample=True, max_new_tokens=20, pad_token_id=0,
+                                      custom_generate=decoder, **k)[0]
+    assert run(top_k=1).tolist()[20:] == truth(target)[:20]
+    torch.manual_seed(3)
+    first = run(top_k=3, temperature=2.0)
+    torch.manual_seed(3)
+    assert torch.equal(first, run(top_k=3, temperature=2.0))
+    logits = target(first[None], use_cache=False).logits[0, 19:-1]
+    ranks = (logits > logits.gather(-1, first[20:, None])).sum(-1)
+    assert 0 < ranks.max() < 3
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(num_beams=2), "num_beams=2"),
+    (dict(repetition_penalty=1.3), "RepetitionPenalty"),                    # C15
+    (dict(do_sample=True, min_p=0.1), "MinP"),
+    (dict(no_repeat_ngram_size=2), "NoRepeatNGram"),
+    (dict(bad_words_ids=[[3]]), "NoBadWords"),
+    (dict(do_sample=True, num_return_sequences=2), "num_return_sequences=2|batch size"),
+    (dict(output_scores=True, return_dict_in_generate=True), "output_scores"),
+    (dict(inputs=torch.ones(2, 4).long()), "batch size"),                   # C16
+    (dict(attention_mask=torch.tensor([[0] * 3 + [1] * 17])), "padding")])
+def test_custom_generate_refuses_by_name(settings, message):
+    target = tiny()
+    request = dict(inputs=prompt(), do_sample=False, max_new_tokens=4, pad_token_id=0) | settings
+    with pytest.raises(ValueError, match=message):
+        target.generate(custom_generate=scripted(target, [5]).decoder(), **request)
+
+
+# -------------------------------------------------------------------------------------------------
+# Environment
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocked", [["triton"], ["transformers", "safetensors", "numpy"]])
+def test_import_needs_torch_alone(blocked):
+    """E01: no driver, no triton, nothing but torch at import."""
+    code = (f"import sys; sys.modules.update(dict.fromkeys({blocked}, None)); import dspine; "
+            "assert 'transformers' not in sys.modules or sys.modules['transformers'] is None")
+    subprocess.run([sys.executable, "-W", "error::FutureWarning", "-c", code], cwd=ROOT, check=True,
+                   env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_no_deprecated_call_into_transformers(caplog):
+    """E05: neither a warning nor a logged deprecation (the whole file runs under the first)."""
+    target = tiny()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transformers.utils.logging.enable_propagation()
+        for temperature in (0.0, 1.0):
+            collect(generate(target, random_draft(target), prompt(), max_new_tokens=12,
+                             temperature=temperature))
+        transformers.utils.logging.disable_propagation()
+    assert not [r for r in caplog.records if "deprecat" in r.message.lower()]
+
+
+def test_files_are_opened_as_utf8():
+    """E06."""
+    source = (ROOT / "dspine.py").read_text(encoding="utf-8")
+    for call in ("open(", "read_text(", "write_text("):
+        for line in source.splitlines():
+            if call in line:
+                assert "encoding=" in source[source.index(line):][:len(line) + 100], line
