@@ -1870,3 +1870,30 @@ def safe_keys(path):
     from safetensors import safe_open
     with safe_open(path, "pt") as file:
         return list(file.keys())
+
+
+# -------------------------------------------------------------------------------------------------
+# bench/
+# -------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_of_prompt_sets(small, small_draft, tmp_path):
+    """Every method on every set, conditions beside the table; a second run reads what is there."""
+    (tmp_path / "sets").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "sets" / f"{name}.jsonl").write_text(
+            '{"turns": ["hello"]}\n{"turns": ["12 + 12 + 12 + 12"]}\n', encoding="utf-8")
+    command = [sys.executable, str(ROOT / "bench" / "evaluate.py"), str(tmp_path / "sets"),
+               "--target", str(small), "--draft", str(small_draft), "--dtype", "float32",
+               "--max-new-tokens", "12", "--out", str(tmp_path / "log.jsonl")]
+    first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+                     for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert "float32" in first.stdout and "commit" in first.stdout and first.stdout == second.stdout
+    rows = [line.split("|")[1].strip() for line in first.stdout.splitlines() if line[:2] == "| "]
+    assert rows == ["method", "plain", "prompt lookup", "DSpine", "copy", "DSpine + copy"]
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(records) == 4
+    tokens = [{name: r["tokens"] for name, r in x["records"].items()} for x in records]
+    for t in tokens:
+        assert all(t[name] == t["plain"] for name in t), t
