@@ -148,7 +148,9 @@ class DSpineConfig:
         """
         c = target.config.get_text_config()
         get = lambda name, default: getattr(c, name, None) or default
-        heads = c.num_attention_heads
+        heads = getattr(c, "num_attention_heads", None)
+        if heads is None:
+            raise ValueError(f"{type(target).__name__} has no attention heads to size a draft by")
         sizes = dict(
             vocab_size=target.get_output_embeddings().weight.shape[0], hidden_size=c.hidden_size,
             num_target_layers=c.num_hidden_layers, num_hidden_layers=num_hidden_layers,

@@ -1891,8 +1891,8 @@ def test_evaluation_of_prompt_sets(small, small_draft, tmp_path):
     command = [sys.executable, str(ROOT / "bench" / "evaluate.py"), str(tmp_path / "sets"),
                "--target", str(small), "--draft", str(small_draft), "--dtype", "float32",
                "--max-new-tokens", "12", "--out", str(tmp_path / "log.jsonl")]
-    first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-                     for _ in range(2))
+    first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240,
+                                    env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2))
     assert first.returncode == 0, first.stderr
     assert "float32" in first.stdout and "commit" in first.stdout and first.stdout == second.stdout
     rows = [line.split("|")[1].strip() for line in first.stdout.splitlines() if line[:2] == "| "]
