@@ -160,7 +160,7 @@ class DSpineConfig:
             rms_norm_eps=get("rms_norm_eps", 1e-6),
             rope_parameters={"rope_type": "default",
                              "rope_theta": get("rope_parameters", {}).get("rope_theta", 1e4)},
-            max_position_embeddings=c.max_position_embeddings) | overrides
+            max_position_embeddings=get("max_position_embeddings", 32768)) | overrides
         if "target_layer_ids" not in sizes:
             sizes["target_layer_ids"] = tapped_layers(c.num_hidden_layers, num_hidden_layers)
         special = set().union(*(token_id_set(getattr(c, name, None))
@@ -174,12 +174,13 @@ class DSpineConfig:
     @classmethod
     def from_dict(cls, raw: dict) -> "DSpineConfig":
         """Read the published config.json, flat or under a key `config`, rope in v4 or v5 style."""
-        raw = raw.get("config", raw)
-        missing = [k for k in ("dflash_config", "dspine_config") if k not in raw]
+        raw = raw.get("config", raw) if isinstance(raw, dict) else {}
+        missing = [k for k in ("dflash_config", "dspine_config", "hidden_size", "num_attention_heads")
+                   if not raw.get(k)]
         if missing:
             raise ValueError(f"config.json lacks {missing}: this is no DSpine draft")
         flat = {**raw, **raw["dflash_config"], **raw["dspine_config"]}
-        if "rope_parameters" not in flat:  # transformers before 5: rope_theta beside rope_scaling
+        if not flat.get("rope_parameters"):  # transformers before 5: rope_theta beside rope_scaling
             scaling = dict(flat.get("rope_scaling") or {})
             scaling.setdefault("rope_type", scaling.pop("type", "default"))
             flat["rope_parameters"] = {"rope_theta": flat.get("rope_theta", 0), **scaling}
@@ -435,6 +436,13 @@ class DraftOutput(NamedTuple):
     layer_features: torch.Tensor       # [L, N, A, B, r] R_l of the updated h, length sqrt(r)
 
 
+class MessageSpace(NamedTuple):
+    """What the identity of sec. 7 needs of a checkpoint, computed once."""
+    gates: torch.Tensor                # sqrt(r) [G_p; M] [2m, r]
+    heads: torch.Tensor                # (g * W)^T [m, H]
+    gram: torch.Tensor                 # W^T W [m, m]
+
+
 class Proposal(NamedTuple):
     tokens: torch.Tensor               # [T] proposed token ids
     candidate_ids: torch.Tensor        # [T, K]
@@ -467,9 +475,19 @@ class DSpine(nn.Module):
         self.register_buffer("transfer_codes", torch.zeros(c.vocab_size, c.transfer_rank))
         self.register_buffer("transfer_ready", torch.tensor(False))
         # what the slim checkpoint stores in place of the codes (see set_transfer_space)
-        self.register_buffer("transfer_mean", None, persistent=False)       # [H]
-        self.register_buffer("transfer_directions", None, persistent=False)  # [H, r]
+        # plain attributes, so that they stay float32 when the draft is cast
+        self.transfer_mean = self.transfer_directions = None                # [H], [H, r]
         self.inv_freq, self.rope_scale = rope_frequencies(c)
+        self.kernels, self._message_space = "auto", None
+
+    def use_kernels(self, setting: str) -> "DSpine":
+        """"auto": kernels.py where tensors are on CUDA and Triton is there; "off"; "on": or raise.
+        """
+        if setting not in ("auto", "off", "on"):
+            raise ValueError(f"kernels = {setting!r}: must be 'auto', 'off' or 'on'")
+        operations(setting, self.fc.weight)
+        self.kernels = setting
+        return self
 
     @classmethod
     @torch.no_grad()
@@ -494,7 +512,8 @@ class DSpine(nn.Module):
 
     def set_transfer_space(self, lm_head, mean, directions):
         """Fill the codes from the head; mean [H], directions [H, r] stay for save_pretrained."""
-        self.transfer_mean, self.transfer_directions = mean.float(), directions.float().contiguous()
+        self.transfer_mean = mean.detach().float().cpu()
+        self.transfer_directions = directions.detach().float().cpu().contiguous()
         device = lm_head.device
         self.transfer_codes.copy_(token_codes(lm_head.detach(), self.transfer_mean.to(device),
                                               self.transfer_directions.to(device)))
@@ -530,13 +549,13 @@ class DSpine(nn.Module):
         c, (N, A, B, H) = self.config, x.shape
         positions = anchors[..., None] + torch.arange(B, device=x.device)   # [N, A, B]
         cos, sin = self.rope(positions.flatten(1))
-        features = []
+        inject, features = operations(self.kernels, x).adjacent_injection, []
         for l, (layer, kv) in enumerate(zip(self.layers, keys_values)):
             x = layer(x.view(N, A * B, H), cos, sin, kv, mask).view(N, A, B, H)
             pre = x
             if c.inject == "every" or (c.inject == "last" and l == c.num_hidden_layers - 1):
-                x = self.injection(l, x, anchor_code, true_prev,
-                                   replace if l < c.replacement_layers else None)
+                x = inject(self.injection, l, x, anchor_code, true_prev,
+                           replace if l < c.replacement_layers else None)
             features.append(self.injection.feature(l, x))
         return DraftOutput(self.norm(x), pre, torch.stack(features))
 
@@ -590,6 +609,50 @@ class DSpine(nn.Module):
         heads = lm_head[candidate_ids].to(refined.dtype)                    # [.., T, K, H] by b
         return (refined @ heads.transpose(-1, -2)).float()
 
+    def message_space(self) -> MessageSpace:
+        """Computed once; again when one of its weights has changed."""
+        inj, g = self.injection, self.norm.weight
+        W, r = inj.writes[-1].weight, self.config.transfer_rank
+        used = [w.detach() for w in (inj.predecessor_gate.weight, inj.message.weight, g, W)]
+        key = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in used]
+        if self._message_space is None or self._message_space[0] != key:
+            Gp, M, g, W = used  # kept: while they live, no other tensor has their address
+            space = MessageSpace(torch.cat((Gp, M)) * math.sqrt(r), (g[:, None] * W).T.contiguous(),
+                                 W.T @ W)
+            self._message_space = key, used, space
+        return self._message_space[2]
+
+    def message_space_cache(self, pre, candidate_ids, anchor_ids, lm_head) -> torch.Tensor:
+        """transition_cache by an identity: its K x K part needs m numbers a token, not H.
+
+        With norm(x) = g * x / rms(x), s_t = |pre_t| / sqrt(H) and the message u = gate * M prev:
+
+            cache[t, a, b] = (pre_t . (g w_b) + s_t u_ta . W^T (g w_b)) / rms(pre_t + s_t W u_ta)
+            |pre + s W u|^2 = |pre|^2 + 2 s u . (W^T pre) + s^2 u . (W^T W u)
+
+        Exact. What kernels.py computes; on a CPU it pays at H 4096, not at the default draft's 576.
+        """
+        if self.config.inject == "none":
+            return self.transition_cache(pre, candidate_ids, anchor_ids, lm_head)
+        inj, space, H = self.injection, self.message_space(), pre.shape[-1]
+        first = anchor_ids[..., None, None].expand_as(candidate_ids[..., :1, :])
+        prev_ids = torch.cat((first, candidate_ids[..., :-1, :]), dim=-2)   # [.., T, K]
+        feature = inj.feature(self.config.num_hidden_layers - 1, pre)       # [.., T, r]
+        received = F.linear(feature, inj.receiver_gate.weight, inj.bias)    # [.., T, m]
+        codes = self.transfer_codes[prev_ids].to(pre.dtype)                 # [.., T, K, r] by a
+        asked, said = F.linear(codes, space.gates).chunk(2, dim=-1)
+        u = torch.sigmoid(received[..., None, :] + asked) * said            # [.., T, K, m] by a
+        heads = lm_head[candidate_ids].to(pre.dtype)                        # [.., T, K, H] by b
+        plain = (heads @ (pre * self.norm.weight)[..., None]).squeeze(-1)   # [.., T, K] by b
+        written = u @ F.linear(heads, space.heads).transpose(-1, -2)        # [.., T, K, K]
+        cross = (u @ F.linear(pre, inj.writes[-1].weight.T)[..., None]).squeeze(-1)
+        wide = torch.promote_types(pre.dtype, torch.float32)
+        square = pre.to(wide).square().sum(-1, keepdim=True)                # [.., T, 1] |pre|^2
+        s = (square / H).sqrt()
+        norm = square + 2 * s * cross + s * s * (F.linear(u, space.gram) * u).sum(-1, dtype=wide)
+        rms = (norm.clamp_min(0) / H + self.config.rms_norm_eps).sqrt()     # [.., T, K] by a
+        return ((plain[..., None, :] + s[..., None] * written) / rms[..., None]).float()
+
     # -- incremental decoding ---------------------------------------------------------------------
 
     def start(self, target) -> DraftState:
@@ -620,6 +683,7 @@ class DSpine(nn.Module):
         FloatingPointError when the draft's scores are not finite.
         """
         c, device = self.config, self.fc.weight.device
+        ops = operations(self.kernels, self.fc.weight)
         self.extend_context(state, context_states)
         causal = c.attention == "causal"
         B = length + 1 if causal else c.block_size  # a causal prefix does not depend on the rest
@@ -638,9 +702,9 @@ class DSpine(nn.Module):
         if c.select == "argmax":  # one-hot: sampling each position alone makes incoherent blocks
             cache, temperature = scores[:, None, :].float().expand(-1, c.top_k, -1), 0.0
         else:
-            cache = self.transition_cache(pre, candidate_ids, inputs[0, 0, 0], state.lm_head)
-        tokens, _, probs = select_path(cache, candidate_ids, temperature, generator,
-                                       top_k=top_k, top_p=top_p)
+            cache = ops.transition_cache(self, pre, candidate_ids, inputs[0, 0, 0], state.lm_head)
+        tokens, _, probs = ops.select_path(cache, candidate_ids, temperature, generator,
+                                           top_k=top_k, top_p=top_p)
         return Proposal(tokens, candidate_ids, probs)
 
     def decoder(self, block_size: int | None = None) -> "TransformersDecoder":
@@ -687,6 +751,7 @@ class DSpine(nn.Module):
         FileNotFoundError, or ValueError naming the tensors that are missing, unexpected or of the
         wrong shape, or both sides of a pairing that does not fit.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
@@ -697,10 +762,13 @@ class DSpine(nn.Module):
         c = DSpineConfig.from_dict(raw)
         if target is not None:
             check_pair(c, target)
-        tensors = load_file(folder / "model.safetensors")
-        if (folder / "transfer.safetensors").is_file():  # some releases keep the codes apart
-            tensors["transfer_codes"] = load_file(folder / "transfer.safetensors")["codes"]
-            tensors["transfer_ready"] = torch.tensor(True)
+        try:
+            tensors = load_file(folder / "model.safetensors")
+            if (folder / "transfer.safetensors").is_file():  # some releases keep the codes apart
+                tensors["transfer_codes"] = load_file(folder / "transfer.safetensors")["codes"]
+                tensors["transfer_ready"] = torch.tensor(True)
+        except SafetensorError as error:
+            raise ValueError(f"{folder}: not a complete safetensors file ({error}); fetch it again") from None
         with torch.device("meta"):
             draft = cls(c)
         shapes = {k: v.shape for k, v in draft.state_dict().items()}
@@ -939,7 +1007,7 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, *, top_k: int = 0,
-                top_p: float = 1.0):
+                top_p: float = 1.0, uniform=None):
     """Walk the transition cache left to right: look-ups only.
 
     Row a of cache[t] belongs to the candidate chosen at t-1. Temperature 0 takes its argmax, else a
@@ -947,11 +1015,12 @@ def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, 
 
     cache [.., T, K, K], candidate_ids [.., T, K] -> tokens [.., T], rows [.., T] (the index chosen
     among the candidates), probs [.., T, K] (what it was drawn from: verification must use these).
+    uniform [.., T] in [0, 1) decides the samples; drawn from `generator` where not given.
     """
     *lead, T, K = candidate_ids.shape
     row = torch.zeros(lead, dtype=torch.long, device=cache.device)          # at t = 1 rows agree
     rows, probs = [], []
-    if temperature:
+    if temperature and uniform is None:
         uniform = torch.rand((*lead, T), generator=generator, device=cache.device)
     for t in range(T):
         at = row[..., None, None].expand(*lead, 1, K)
@@ -996,6 +1065,29 @@ def verify_sampled(target_probs, proposal: Proposal, uniform) -> tuple[int, int]
         residual = probs.scatter_add(0, candidate_ids[accepted], minus).clamp_(min=0)
         probs = residual if residual.sum() > 0 else probs  # rounding can empty it when p = q
     return accepted, int(inverse_cdf(probs, uniform[T]))
+
+
+class Plain:
+    """The operations that kernels.py fuses, under the names they have there."""
+    adjacent_injection = staticmethod(Injection.forward)
+    transition_cache = staticmethod(DSpine.transition_cache)
+    select_path = staticmethod(select_path)
+    verify_greedy = staticmethod(verify_greedy)
+    verify_sampled = staticmethod(verify_sampled)
+
+
+def operations(setting: str, x: torch.Tensor):
+    """Who computes them for tensors on x's device: the module `kernels` or Plain."""
+    if setting == "off" or (setting == "auto" and not x.is_cuda):
+        return Plain
+    import kernels
+    if kernels.available(x):
+        return kernels
+    if setting == "on":
+        raise ValueError(f"kernels = 'on' needs Triton and a CUDA device of capability 8.0 or more; "
+                         f"Triton is {'there' if kernels.triton else 'missing'}, the tensors on "
+                         f"{x.device}: use 'auto' or 'off'")
+    return Plain
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1113,11 +1205,18 @@ def check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
     trained = draft.config.block_size if draft is not None else 16
     block_size = trained if block_size is None else block_size
     temperature, top_k, top_p = filters["temperature"], filters["top_k"], filters["top_p"]
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        raise ValueError("input_ids must be [1, S] (batch size 1 only), got "
+                         f"{tuple(input_ids.shape)}")
     V, S = target.get_input_embeddings().weight.shape[0], input_ids.shape[-1]
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    text = target.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or math.inf
+    rope = getattr(text, "rope_parameters", None) or {}
+    switch = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
     for ok, why in (
-            (input_ids.dim() == 2 and input_ids.shape[0] == 1,
-             f"input_ids must be [1, S] (batch size 1 only), got {tuple(input_ids.shape)}"),
+            (not switch or S > switch or S + max_new_tokens <= switch,
+             f"longrope changes its frequencies at position {switch}, inside this generation: its blocks "
+             "would differ from single tokens; stay on one side of it"),
             (S > 0, "the prompt is empty: give at least one token"),
             (S == 0 or 0 <= int(input_ids.min()) <= int(input_ids.max()) < V,
              f"input_ids must lie in 0 .. {V - 1}"),
@@ -1128,7 +1227,8 @@ def check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
             (top_k >= 0, f"top_k = {top_k}: must be 0 (off) or positive"),
             (0 < top_p <= 1, f"top_p = {top_p}: must lie in (0, 1]"),
             (2 <= block_size <= trained,
-             f"block_size = {block_size}: must lie in 2 .. {trained}, the trained one")):
+             f"block_size = {block_size}: must lie in 2 .. {trained}, the trained one "
+             "(16 where nothing but copying proposes)")):
         if not ok:
             raise ValueError(why)
     return block_size
@@ -1153,10 +1253,11 @@ class _Loop:
 
     def choose(self, logits, proposal: Proposal) -> tuple[int, int]:
         """(accepted, next token) of a verified block; an empty proposal just takes a token."""
+        ops = operations(getattr(self.draft, "kernels", "auto"), logits)
         if self.filters["temperature"] == 0:
-            return verify_greedy(logits, proposal.tokens)
+            return ops.verify_greedy(logits, proposal.tokens)
         uniform = torch.rand(len(logits), generator=self.generator, device=logits.device)
-        return verify_sampled(sampling_distribution(logits, **self.filters), proposal, uniform)
+        return ops.verify_sampled(sampling_distribution(logits, **self.filters), proposal, uniform)
 
     def emit(self, tokens: list[int], accepted: int = 0, source: str = "target") -> list[int]:
         """Cut at the budget and behind the first end-of-sequence token, whichever comes first."""
@@ -1180,6 +1281,8 @@ class _Loop:
         stats.emitted_by["target"] -= lost - by_source
         if stats.accept_lengths:
             stats.accept_lengths[-1] -= lost
+        if lost:
+            stats.finish_reason = "length"
 
     def prefill(self) -> int:
         """Run the prompt; returns the first anchor."""
@@ -1278,24 +1381,33 @@ class TransformersDecoder:
     refused by name. `statistics` holds those of the last call.
     """
 
-    FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
+    FILTERS = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k",
+               "TopPLogitsWarper": "top_p"}
     REFUSED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states",
-               "token_healing")
+               "token_healing", "penalty_alpha", "dola_layers")
+    HANDLED = ("attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep")
 
     def __init__(self, draft: DSpine, block_size: int | None):
         self.draft, self.block_size, self.statistics = draft, block_size, None
 
-    def _check(self, input_ids, processors, c, attention_mask=None, cache=None, inputs_embeds=None):
+    def _check(self, input_ids, processors, c, kwargs: dict):
         """Raise ValueError naming every setting that the loop does not implement."""
-        names = [type(p).__name__ for p in processors or ()]
-        refused = [name for name in names if name not in self.FILTERS]
+        mask, position_ids, cache = (kwargs.get(k) for k in self.HANDLED[:3])
+        refused = []
+        for p in processors or ():  # the config's own filters are applied by the loop
+            setting = self.FILTERS.get(type(p).__name__)
+            if setting is None or getattr(p, setting, None) != getattr(c, setting):
+                refused.append(type(p).__name__)
         refused += [f"{k}={getattr(c, k)}" for k in ("num_beams", "num_return_sequences")
                     if getattr(c, k, None) not in (None, 1)]
-        refused += [k for k in self.REFUSED if getattr(c, k, False)]
+        refused += [k for k in self.REFUSED if getattr(c, k, None)]
+        refused += [k for k, v in kwargs.items() if v is not None and k not in self.HANDLED]
+        counted = torch.arange(input_ids.shape[1], device=input_ids.device)
         refused += [name for name, found in (
             ("batch size > 1", input_ids.shape[0] != 1),
-            ("padding in attention_mask", attention_mask is not None and not attention_mask.all()),
-            ("inputs_embeds", inputs_embeds is not None),
+            ("padding in attention_mask", mask is not None and not bool(mask.all())),
+            ("position_ids other than 0, 1, 2, ...",
+             position_ids is not None and not torch.equal(position_ids.flatten(), counted)),
             ("a filled cache", cache is not None and cache.get_seq_length() > 0)) if found]
         if refused:
             raise ValueError(f"DSpine decoding does not implement: {', '.join(refused)}")
@@ -1305,8 +1417,7 @@ class TransformersDecoder:
         c = generation_config
         if streamer is None:  # transformers 5.24 keeps it from a callable: look at generate's own
             streamer = sys._getframe(1).f_locals.get("streamer")
-        self._check(input_ids, logits_processor, c, **{
-            k: kwargs.get(k) for k in ("attention_mask", "cache", "inputs_embeds")})
+        self._check(input_ids, logits_processor, c, kwargs)
         filters = dict(temperature=0.0, top_k=0, top_p=1.0)
         if c.do_sample:
             filters = dict(temperature=1.0 if c.temperature is None else c.temperature,
