@@ -290,17 +290,18 @@ def compare(target, input_ids, tokens: list[int], plain: list[int]) -> tuple[boo
     """
     if tokens == plain:
         return True, f"equal to plain decoding ({len(plain)} tokens)"
-    at = next((i for i, (a, b) in enumerate(zip(tokens, plain)) if a != b),
-              min(len(tokens), len(plain)))
+    at = next((i for i, (a, b) in enumerate(zip(tokens, plain)) if a != b), None)
+    if at is None:
+        return False, (f"{len(tokens)} tokens where plain decoding has {len(plain)}: "
+                       "NOT explained by rounding, please report this")
     prefix = torch.cat((input_ids, input_ids.new_tensor([plain[:at]])), dim=1).to(target.device)
     logits = target(input_ids=prefix, use_cache=False, logits_to_keep=1).logits[0, -1]  # [V]
-    first, second = logits.float().topk(2).values.tolist()
-    margin = first - second
+    margin = float(logits.max() - logits[[tokens[at], plain[at]]].min())
     rounding = target.dtype in (torch.bfloat16, torch.float16) and margin <= ROUNDING_MARGIN
     why = ("a near-tie that 16-bit rounding decides; --dtype float32 is exact" if rounding
            else "NOT explained by rounding: please report this")
-    return rounding, (f"differs from plain decoding at token {at + 1}, where plain's top two "
-                      f"logits lie {margin:.3f} apart: {why}")
+    return rounding, (f"differs from plain decoding at token {at + 1}, by {margin:.3f} in the "
+                      f"target's logits: {why}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -358,8 +359,9 @@ def read_prompt(args: argparse.Namespace) -> str:
 def warn_of_ignored_settings(target):
     """Settings of the model that transformers' own generate would apply and this loop does not."""
     defaults = {"repetition_penalty": 1.0, "min_p": None, "no_repeat_ngram_size": 0,
-                "encoder_no_repeat_ngram_size": 0, "typical_p": 1.0, "suppress_tokens": None,
-                "bad_words_ids": None}
+                "encoder_no_repeat_ngram_size": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+                "eta_cutoff": 0.0, "min_length": 0, "min_new_tokens": None, "bad_words_ids": None,
+                "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None}
     settings = {k: getattr(target.generation_config, k, None) for k in defaults}
     ignored = [f"{k}={v}" for k, v in settings.items() if v not in (defaults[k], None)]
     if ignored:
