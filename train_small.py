@@ -24,6 +24,7 @@ import math
 import os
 import random
 import shutil
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -87,13 +88,16 @@ def parse_line(line: str, path, number: int) -> dict:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The complete rows of a JSON-lines file, none if it is missing.
-
-    A last line cut short by a kill is left out.
-    """
+    """The rows of a JSON-lines file, none if it is missing; one cut by a kill is left out."""
     lines = read_lines(path) if path.exists() else []
     return [parse_line(line, path, number) for number, line in enumerate(lines, 1)
             if line.endswith("\n")]
+
+
+def write_rows(path: Path, rows: list[dict]):
+    """Write a JSON-lines file anew: before appending, so that no cut line stays in it."""
+    with replacing(path) as part:
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_prompts(path) -> list[str]:
@@ -218,8 +222,7 @@ def write_corpus(args, target, tokenizer, path: Path) -> list[dict]:
     rows, eos = read_rows(path), eos_ids(target, tokenizer)
     if answer_tokens(rows) >= args.corpus_tokens:
         return rows
-    with replacing(path) as part:  # drops an unfinished last line before appending
-        part.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    write_rows(path, rows)
     seen = {tuple(r["ids"][:r["prompt_length"]]) for r in rows}
     batch, idle = 1 + max((r["batch"] for r in rows), default=-1), 0
     rng = random.Random(f"{args.seed} {batch}")
@@ -395,11 +398,13 @@ def warm_start(draft: DSpine, target):
 
     q_norm and k_norm, where the target has none, get the rms of its q and k (for a normalised
     input), fc the identity on the last tap, hidden_norm the mean of the copied input norms.
-    Raises ValueError where the layers' shapes differ.
+    Raises ValueError where the layers' names, shapes or activation differ.
     """
     c, decoder = draft.config, target.get_decoder()
     source = getattr(decoder, "layers", [])[-c.num_hidden_layers:]
     try:
+        if (act := getattr(target.config.get_text_config(), "hidden_act", None)) != "silu":
+            raise ValueError(f"activation {act}, not silu")
         for mine, theirs in zip(draft.layers, source, strict=True):
             state = {k: v.float().cpu() for k, v in theirs.state_dict().items()}
             x = torch.randn(256, c.hidden_size) * state["input_layernorm.weight"]
@@ -419,6 +424,24 @@ def warm_start(draft: DSpine, target):
     draft.fc.weight[:, -c.hidden_size:] = torch.eye(c.hidden_size)
 
 
+def fingerprint(target) -> str:
+    """Tells one target from another of the same shape."""
+    weights = torch.stack([p.detach().double().sum().cpu() for p in target.parameters()])
+    return f"{type(target).__name__} {target.dtype} {weights.sum().item():.12g}"
+
+
+@torch.no_grad()
+def check_head(target, ids: list[int], softcap: float | None):
+    """ValueError where the target's logits are not head . last hidden state: P would be another's."""
+    ids = torch.tensor([ids[:8]], device=target.device)
+    last = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+    found = teacher_distribution(last, target.get_output_embeddings().weight, softcap)
+    true = target(input_ids=ids, use_cache=False).logits[0].float().softmax(-1)
+    if (difference := float((found - true).abs().sum(-1).mean())) > 0.05:
+        raise ValueError(f"{type(target).__name__} scales or shifts its logits beside the head (L1 "
+                         f"distance {difference:.2f}): such targets are not supported in training")
+
+
 class TargetStates:
     """Taps [1, S, n*H] and last hidden state [1, S, H] of each row, computed once, kept on disk.
 
@@ -433,7 +456,7 @@ class TargetStates:
         self.ends = torch.tensor([0] + [len(r["ids"]) for r in rows]).cumsum(0).tolist()
         self.data = self.done = None
         width = (len(layer_ids) + 1) * self.hidden
-        key = json.dumps([layer_ids, str(target.dtype), [r["ids"] for r in rows]])
+        key = json.dumps([fingerprint(target), layer_ids, [r["ids"] for r in rows]])
         path = path.with_suffix("." + hashlib.sha256(key.encode()).hexdigest()[:12])
         free = shutil.disk_usage(path.parent).free + (path.stat().st_size if path.exists() else 0)
         size = self.ends[-1] * width
@@ -479,6 +502,7 @@ class Trainer:
         self.embed = target.get_input_embeddings().weight.detach()
         self.head = target.get_output_embeddings().weight.detach()
         self.softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+        check_head(target, rows[0]["ids"], self.softcap)
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.0)
         self.step = self.tokens = 0
@@ -599,11 +623,15 @@ class Trainer:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
+    def made_for(self) -> str:
+        return json.dumps([self.draft.config.to_dict(), fingerprint(self.target)])
+
     def save(self, path: Path):
         """Write the checkpoint under a temporary name, then rename. OSError where it can not."""
         state = {"draft": self.draft.state_dict(), "optimizer": self.optimizer.state_dict(),
                  "step": self.step, "tokens": self.tokens, "seconds": self.seconds,
-                 "config": json.dumps(self.draft.config.to_dict())}
+                 "transfer": [self.draft.transfer_mean, self.draft.transfer_directions],
+                 "made_for": self.made_for()}
         with replacing(path) as part:
             try:
                 torch.save(state, part)
@@ -614,10 +642,11 @@ class Trainer:
     def load(self, path: Path):
         """Go on from a checkpoint; ValueError where it belongs to another draft."""
         state = torch.load(path, weights_only=True, map_location=self.device)
-        if state["config"] != json.dumps(self.draft.config.to_dict()):
-            raise ValueError(f"{path} was trained with other sizes or options: "
+        if state["made_for"] != self.made_for():
+            raise ValueError(f"{path} was trained with other sizes, options or another target: "
                              "use another --out or remove it")
         self.draft.load_state_dict(state["draft"])
+        self.draft.transfer_mean, self.draft.transfer_directions = state["transfer"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = (state[k] for k in ("step", "tokens", "seconds"))
 
@@ -704,7 +733,7 @@ def summarise(runs: list[dict]) -> dict:
     those tokens after prefill, median over prompts. ratio: median of the per-prompt ratios, whose
     two sides are neighbours in time, so that a drifting machine cancels.
     """
-    median = lambda xs: sorted(xs)[len(xs) // 2] if xs else float("nan")
+    median = lambda xs: statistics.median(xs) if xs else float("nan")
     speed = lambda r: sum(r["accept_lengths"]) / max(1e-9, r["decode_seconds"])
     bases, table = [next(iter(run.values())) for run in runs], {}
     for name in runs[0]:
