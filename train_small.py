@@ -432,14 +432,14 @@ def fingerprint(target) -> str:
 
 @torch.no_grad()
 def check_head(target, ids: list[int], softcap: float | None):
-    """ValueError where the target's logits are not head . last hidden state: P would be another's."""
+    """ValueError where the target's logits are not head . last hidden state: P would be wrong."""
     ids = torch.tensor([ids[:8]], device=target.device)
     last = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
     found = teacher_distribution(last, target.get_output_embeddings().weight, softcap)
     true = target(input_ids=ids, use_cache=False).logits[0].float().softmax(-1)
     if (difference := float((found - true).abs().sum(-1).mean())) > 0.05:
-        raise ValueError(f"{type(target).__name__} scales or shifts its logits beside the head (L1 "
-                         f"distance {difference:.2f}): such targets are not supported in training")
+        raise ValueError(f"{type(target).__name__} scales or shifts its logits beside the head "
+                         f"(L1 distance {difference:.2f}): training does not support that")
 
 
 class TargetStates:
