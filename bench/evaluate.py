@@ -9,8 +9,8 @@ commit.
 """
 
 import argparse
+import hashlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 from dspine import Statistics  # noqa: E402
 from generate import (DEFAULT_DRAFT, USER_ERRORS, HelpFormatter, build_prompt,  # noqa: E402
                       default_device, eos_ids, first_line, load_draft, load_target, note)
-from train_small import (decode_in_turn, decoding_methods, read_prompts, read_rows,  # noqa: E402
-                         summarise, write_rows)
+from train_small import (decode_in_turn, decoding_methods, fingerprint,  # noqa: E402
+                         read_prompts, read_rows, summarise, write_rows)
 
 METHODS = ("plain", "transformers", "prompt lookup", "DSpine", "copy", "DSpine + copy")
 
@@ -163,7 +163,8 @@ def run(args) -> int:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     title = conditions(target, args)
-    key = f"{title}; draft {os.path.getmtime(draft_file):.0f}; {list(methods)}"
+    inputs = hashlib.sha256(json.dumps(sets).encode() + draft_file.read_bytes()).hexdigest()[:12]
+    key = f"{title}; {fingerprint(target)}; prompts and draft {inputs}; {list(methods)}"
     rows = read_rows(out)
     write_rows(out, rows)
     done = {(r["set"], r["index"]): r["records"] for r in rows if r.get("key") == key}
