@@ -1359,16 +1359,19 @@ def small(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", pad_token="<p>", unk_token="<u>",
-                                   additional_special_tokens=["<spare>"])
-    fast.chat_template = ("{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<e>' }}{% endfor %}"
-                          "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<e>", pad_token="<p>", unk_token="<u>",
+        additional_special_tokens=["<spare>"])
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<e>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}")
     fast.save_pretrained(folder)
     torch.manual_seed(3)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, initializer_range=0.3, max_position_embeddings=512,
-        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, bos_token_id=None)).save_pretrained(folder)
+        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+        max_position_embeddings=512, eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id, bos_token_id=None)).save_pretrained(folder)
     return folder
 
 
@@ -1377,13 +1380,19 @@ def small_draft(small, tmp_path_factory):
     """An untrained draft for `small`, with writes that do something."""
     target, _ = program.load_target(str(small), torch.float32, "cpu")
     torch.manual_seed(4)
-    draft = dspine.DSpine.for_target(dspine.DSpineConfig.for_target(
-        target, 2, block_size=5, transfer_rank=12, message_size=8, top_k=4, mask_token_id=259), target)
+    config = dspine.DSpineConfig.for_target(
+        target, 2, block_size=5, transfer_rank=12, message_size=8, top_k=4, mask_token_id=259)
+    draft = dspine.DSpine.for_target(config, target)
     for write in draft.injection.writes:
         torch.nn.init.normal_(write.weight, std=0.3)
     folder = tmp_path_factory.mktemp("draft")
     draft.save_pretrained(folder)
     return folder
+
+
+def flags_for(small, draft) -> list[str]:
+    """The command line that every run of generate.py here begins with."""
+    return ["--prompt", "hi", "--target", str(small), "--draft", str(draft), "--dtype", "float32"]
 
 
 def test_build_prompt(small):
@@ -1422,7 +1431,8 @@ def test_stream_never_splits_a_character(small, size):
     pieces = [stream.push(ids[i:i + size]) for i in range(0, len(ids), size)]
     assert "".join(pieces) + stream.end() == text and not any("\ufffd" in p for p in pieces)
     cut = program.TextStream(tokenizer)
-    assert cut.push(tokenizer("🎉").input_ids[:-1]) == "" and cut.end() == "\ufffd" and cut.end() == ""
+    assert cut.push(tokenizer("🎉").input_ids[:-1]) == ""
+    assert cut.end() == "\ufffd" and cut.end() == ""
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -1441,8 +1451,7 @@ def test_stream_never_splits_a_character(small, size):
 def test_bad_input_is_one_line(small, small_draft, capsys, flags, message):
     if "cuda" in flags[-1] and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    base = ["--prompt", "hi", "--target", str(small), "--draft", str(small_draft), "--dtype", "float32"]
-    assert program.main(base + flags) == 1
+    assert program.main(flags_for(small, small_draft) + flags) == 1
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
 
@@ -1450,27 +1459,30 @@ def test_bad_input_is_one_line(small, small_draft, capsys, flags, message):
 def test_draft_of_another_target_is_refused(small, tmp_path, capsys):
     """R04 at the command line: both values are named before anything is emitted."""
     shutil.copytree(GOLDEN / "golden_a", tmp_path / "d")
-    assert program.main(["--prompt", "hi", "--target", str(small), "--draft", str(tmp_path / "d"), "--dtype", "float32"]) == 1
+    assert program.main(flags_for(small, tmp_path / "d")) == 1
     out = capsys.readouterr()
     assert "vocab_size is 64, the target's is 264" in out.err and out.out == ""
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-copy"], ["--temperature", "0.8"], ["--block-size", "2"], ["--raw"]])
+@pytest.mark.parametrize("flags", [
+    [], ["--no-copy"], ["--temperature", "0.8"], ["--block-size", "2"], ["--raw"]])
 def test_command_line(small, small_draft, capsys, flags):
-    base = ["--prompt", "hi", "--target", str(small), "--draft", str(small_draft), "--dtype", "float32", "--max-new-tokens", "24"]
-    assert program.main(base + flags + ["--compare"]) == 0
+    base = flags_for(small, small_draft)
+    assert program.main([*base, *flags, "--max-new-tokens", "24", "--compare"]) == 0
     out = capsys.readouterr()
     count = re.search(r"\[(\d+) tokens \(", out.err).group(1)
     assert 1 <= int(count) <= 24 and "acceptance length" in out.err
-    assert ("equal in distribution" if "--temperature" in flags else f"equal to plain decoding ({count} tokens)") in out.out
+    assert ("equal in distribution" if "--temperature" in flags
+            else f"equal to plain decoding ({count} tokens)") in out.out
 
 
 def test_quiet_prints_the_answer_alone(small, small_draft, capsys):
-    args = ["--prompt", "hi", "--target", str(small), "--draft", str(small_draft), "--dtype", "float32", "--quiet"]
-    assert program.main(args + ["--max-new-tokens", "8"]) == 0
+    args = flags_for(small, small_draft)
+    assert program.main([*args, "--quiet", "--max-new-tokens", "8"]) == 0
     target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
     ids = program.build_prompt(tokenizer, "hi")
-    plain, _ = dspine.collect(dspine.generate_plain(target, ids, max_new_tokens=8, eos_token_ids=program.eos_ids(target, tokenizer)))
+    plain, _ = dspine.collect(dspine.generate_plain(
+        target, ids, max_new_tokens=8, eos_token_ids=program.eos_ids(target, tokenizer)))
     out = capsys.readouterr()
     assert out.out == tokenizer.decode(plain, skip_special_tokens=True) + "\n" and out.err == ""
 
@@ -1512,25 +1524,29 @@ def test_unwritable_home_is_survived(monkeypatch, tmp_path, capsys):
 
 def readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return [line for block in text.split("```sh\n")[1:] for line in block.split("```")[0].splitlines() if line.strip()]
+    blocks = [block.split("```")[0] for block in text.split("```sh\n")[1:]]
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
 def test_readme_commands_exist():
     """Trap 1: the advertised path is the tested one."""
     commands = "\n".join(readme_commands())
-    assert 'pip install -r requirements.txt && python generate.py --prompt "Explain why the sky is blue."' in commands
+    assert ('pip install -r requirements.txt && python generate.py '
+            '--prompt "Explain why the sky is blue."') in commands
     assert "pip install -r requirements.txt && pytest -q" in commands
 
 
 def test_the_real_target_exactly_as_in_readme():
-    """README's first command (its second half), then the same in float32 against plain decoding."""
+    """README's first command (its second half), then in float32 against plain decoding."""
     command = next(c for c in readme_commands() if "generate.py" in c).split("&& ")[1]
     words = [sys.executable, *shlex.split(command)[1:]]
-    first = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=600)
+    run = lambda *flags: subprocess.run([*words, *flags], cwd=ROOT, capture_output=True, text=True,
+                                        encoding="utf-8", timeout=600)
+    first = run()
     assert first.returncode == 0, first.stderr
-    assert len(first.stdout) > 200 and "sky" in first.stdout and "acceptance length" in first.stderr
-    second = subprocess.run([*words, "--compare", "--dtype", "float32", "--max-new-tokens", "64"], cwd=ROOT,
-                            capture_output=True, text=True, encoding="utf-8", timeout=600)
+    assert len(first.stdout) > 200 and "sky" in first.stdout
+    assert "acceptance length" in first.stderr
+    second = run("--compare", "--dtype", "float32", "--max-new-tokens", "64")
     assert second.returncode == 0, second.stderr
     assert "equal to plain decoding (64 tokens)" in second.stdout
 
@@ -1563,19 +1579,21 @@ def test_copy_index_equals_a_search(vocabulary):
 @pytest.mark.parametrize("block_size", [2, 3, 5])
 @pytest.mark.parametrize("with_draft", [True, False])
 def test_copying_is_lossless(small, small_draft, with_draft, block_size):
-    """Greedy equals plain at every budget, an end token inside a copied run included; sources add up."""
+    """Greedy equals plain at every budget, an end inside a copied run included; sources add up."""
     target, _ = program.load_target(str(small), torch.float32, "cpu")
     draft = program.load_draft(small_draft, target) if with_draft else None
     ids = torch.tensor([[9, 8, 7, 6, 9, 8, 7, 6, 9, 8]])
     plain, _ = dspine.collect(dspine.generate_plain(target, ids, max_new_tokens=60))
     copied = 0
     for budget in (1, 2, 5, 60):
-        tokens, stats = dspine.collect(dspine.generate(target, draft, ids, max_new_tokens=budget, block_size=block_size, copy=True))
+        tokens, stats = dspine.collect(dspine.generate(
+            target, draft, ids, max_new_tokens=budget, block_size=block_size, copy=True))
         assert tokens == plain[:budget] and sum(stats.emitted_by.values()) == budget
         copied += stats.emitted_by["copy"]
     for end in sorted(set(plain))[:12]:
         tokens, stats = dspine.collect(dspine.generate(
-            target, draft, ids, max_new_tokens=60, block_size=block_size, copy=True, eos_token_ids=end))
+            target, draft, ids, max_new_tokens=60, block_size=block_size, copy=True,
+            eos_token_ids=end))
         assert tokens == plain[:plain.index(end) + 1] and stats.finish_reason == "eos"
         assert sum(stats.emitted_by.values()) == len(tokens) == 1 + sum(stats.accept_lengths)
 
@@ -1588,7 +1606,8 @@ def test_draft_reads_the_same_context_after_copied_rounds(small, small_draft):
     class Watching(dspine.DSpine):
         def propose(self, state, context_states, anchor_id, length, **options):
             proposal = super().propose(state, context_states, anchor_id, length, **options)
-            seen.setdefault(self.copying, {})[state.length] = [k.clone() for k, _ in state.keys_values]
+            keys = [k.clone() for k, _ in state.keys_values]
+            seen.setdefault(self.copying, {})[state.length] = keys
             return proposal
     draft = Watching.from_pretrained(small_draft, target)
     ids = torch.tensor([[9, 8, 7, 6, 9, 8, 7, 6, 9, 8]])
@@ -1621,16 +1640,18 @@ def test_copied_tokens_sample_the_target():
 
 def make_trainer(small, out, rows=None, seed=0, flags=()):
     """A Trainer on hand-made rows of unequal length."""
-    args = training.parse_args(["--target", str(small), "--out", str(out), "--steps", "10", "--layers", "2", "--block-size", "4",
-                                "--rank", "12", "--message", "8", "--top-k", "4", "--anchors", "6", "--lr", "1e-3", "--no-progress",
-                                "--no-compile", "--batch-rows", "4", *flags])
+    args = training.parse_args([
+        "--target", str(small), "--out", str(out), "--steps", "10", "--layers", "2",
+        "--block-size", "4", "--rank", "12", "--message", "8", "--top-k", "4", "--anchors", "6",
+        "--lr", "1e-3", "--no-progress", "--no-compile", "--batch-rows", "4", *flags])
     target, _ = program.load_target(str(small), torch.float32, "cpu")
     generator = torch.Generator().manual_seed(5)
-    rows = rows or [{"ids": torch.randint(1, 250, (n,), generator=generator).tolist(), "prompt_length": 4}
-                    for n in (9, 30, 17, 24, 12, 21)]
+    rows = rows or [{"ids": torch.randint(1, 250, (n,), generator=generator).tolist(),
+                     "prompt_length": 4} for n in (9, 30, 17, 24, 12, 21)]
     torch.manual_seed(seed)
-    config = dspine.DSpineConfig.for_target(target, 2, block_size=4, transfer_rank=12, message_size=8, top_k=4, mask_token_id=259,
-                                            inject=args.inject, attention=args.attention, select=args.select)
+    config = dspine.DSpineConfig.for_target(
+        target, 2, block_size=4, transfer_rank=12, message_size=8, top_k=4, mask_token_id=259,
+        inject=args.inject, attention=args.attention, select=args.select)
     draft = dspine.DSpine.for_target(config, target).requires_grad_(True).train()
     out.mkdir(parents=True, exist_ok=True)
     return training.Trainer(args, draft, target, rows, out)
@@ -1647,8 +1668,10 @@ def test_supervised_triples_by_hand():
     assert anchors[valid].tolist() == [1, 2, 3, 4]
     supervised = dspine.supervised_slots(mask, anchors, valid, 4)
     labels = dspine.gather_blocks(ids, anchors, 4)[..., 1:]
-    found = {(int(anchors[0, a]), int(t) + 1, int(labels[0, a, t])) for _, a, t in supervised.nonzero()}
-    assert found == {(1, 1, 7), (1, 2, 8), (1, 3, 9), (2, 1, 8), (2, 2, 9), (2, 3, 10), (3, 1, 9), (3, 2, 10), (4, 1, 10)}
+    found = {(int(anchors[0, a]), int(t) + 1, int(labels[0, a, t]))
+             for _, a, t in supervised.nonzero()}
+    assert found == {(1, 1, 7), (1, 2, 8), (1, 3, 9), (2, 1, 8), (2, 2, 9), (2, 3, 10), (3, 1, 9),
+                     (3, 2, 10), (4, 1, 10)}
 
 
 def test_supervision_stops_at_the_first_gap():
@@ -1659,7 +1682,7 @@ def test_supervision_stops_at_the_first_gap():
 
 
 def test_loss_of_a_block_ignores_features_from_its_anchor_on(small, tmp_path):
-    """Overlapping anchors included: changing taps at or behind an anchor leaves that block's loss."""
+    """Overlapping anchors included: taps at or behind an anchor do not change its block's loss."""
     t = make_trainer(small, tmp_path)
     for write in t.draft.injection.writes:
         torch.nn.init.normal_(write.weight, std=0.3)
@@ -1671,7 +1694,8 @@ def test_loss_of_a_block_ignores_features_from_its_anchor_on(small, tmp_path):
         supervised = torch.zeros(1, 3, 3, dtype=torch.bool)
         supervised[0, block] = True
         out = t.draft(dspine.gather_blocks(ids, anchors, 4), taps, anchors, t.embed)
-        return dspine.objective(t.draft, out, ids, anchors, supervised, last, t.head, beta=0.5)[0].item()
+        loss, _ = dspine.objective(t.draft, out, ids, anchors, supervised, last, t.head, beta=0.5)
+        return loss.item()
     for block, anchor in enumerate(anchors[0].tolist()):
         late, early = taps.clone(), taps.clone()
         late[:, anchor:] += torch.randn_like(late[:, anchor:])
@@ -1683,19 +1707,23 @@ def test_loss_of_a_block_ignores_features_from_its_anchor_on(small, tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_fused_losses_equal_the_plain_ones(softcap, compiled):
-    """Values, gradients and candidates of the hand-written pass, chunks cutting through positions."""
+    """Values, gradients, candidates of the hand-written pass; chunks cut through positions."""
     if compiled and not training.use_compiler("cpu"):
         pytest.skip("no C++ compiler")
     torch.manual_seed(0)
-    c = dspine.DSpineConfig.from_dict(json.loads((GOLDEN / "golden_a" / "config.json").read_text(encoding="utf-8")))
+    raw = (GOLDEN / "golden_a" / "config.json").read_text(encoding="utf-8")
+    c = dspine.DSpineConfig.from_dict(json.loads(raw))
     hidden, refined = (torch.randn(37, 24, requires_grad=True) for _ in range(2))
     lm_head, teacher = torch.randn(1024, 24), torch.randn(9, 24) * 0.5
     index = torch.randint(9, (37,)).sort().values.unique_consecutive(return_inverse=True)[1]
     labels, w = torch.randint(1024, (37,)), torch.rand(37)
-    run = lambda f, chunk: f(hidden, refined, labels, w, teacher, index, lm_head, c, 0.3, softcap, chunk)
-    (a, sums_a, top_a), (b, sums_b, top_b) = run(dspine.chunked_losses, 37), run(training.fused_losses, 8)
+    run = lambda f, chunk: f(hidden, refined, labels, w, teacher, index, lm_head, c, 0.3, softcap,
+                             chunk)
+    a, sums_a, top_a = run(dspine.chunked_losses, 37)
+    b, sums_b, top_b = run(training.fused_losses, 8)
     torch.testing.assert_close((b, sums_b, top_b), (a, sums_a, top_a), atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(torch.autograd.grad(b, (hidden, refined)), torch.autograd.grad(a, (hidden, refined)), atol=1e-4, rtol=1e-4)
+    gradients = [torch.autograd.grad(loss, (hidden, refined)) for loss in (a, b)]
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-4, rtol=1e-4)
     training._vocabulary_pass = training.vocabulary_pass
 
 
@@ -1733,20 +1761,22 @@ def test_resume_is_exact(small, tmp_path):
     second = make_trainer(small, tmp_path / "b", seed=99)
     training.train(second)
     assert straight.step == second.step == 10 and torch.equal(weights(straight), weights(second))
-    log = lambda folder: [(r["step"], r["l1"]) for r in map(json.loads, (tmp_path / folder / "log.jsonl").read_text().splitlines())]
+    log = lambda folder: [(r["step"], r["l1"])
+                          for r in training.read_rows(tmp_path / folder / "log.jsonl")]
     assert log("a") == log("b") and len(log("a")) == 10
     with pytest.raises(ValueError, match="other sizes"):
         training.train(make_trainer(small, tmp_path / "b", flags=("--inject", "none")))
 
 
 def test_every_parameter_moves_and_the_target_stays(small, tmp_path):
-    """T05, T06: after 100 steps none is unmoved; the optimizer holds exactly the draft's parameters."""
+    """T05, T06: after 100 steps none is unmoved; the optimizer holds the draft's and no other."""
     t = make_trainer(small, tmp_path, flags=("--steps", "100"))
     before = {n: p.detach().clone() for n, p in t.draft.named_parameters()}
     frozen = {n: p.clone() for n, p in t.target.named_parameters()}
     training.train(t)
     assert [n for n, p in t.draft.named_parameters() if torch.equal(p, before[n])] == []
-    assert all(torch.equal(p, frozen[n]) and not p.requires_grad for n, p in t.target.named_parameters())
+    assert all(torch.equal(p, frozen[n]) and not p.requires_grad
+               for n, p in t.target.named_parameters())
     held = {id(p) for g in t.optimizer.param_groups for p in g["params"]}
     assert held == {id(p) for p in t.draft.parameters()} and len(held) == len(before)
 
@@ -1760,8 +1790,10 @@ def test_a_non_finite_loss_stops_with_the_step(small, tmp_path):
         t.train_step()
 
 
-@pytest.mark.parametrize("flags", [("--inject", "none", "--supervise", "none", "--attention", "bidirectional", "--select", "argmax"),
-                                   ("--inject", "last"), ("--supervise", "token-ce"), ("--supervise", "none")])
+@pytest.mark.parametrize("flags", [
+    ("--inject", "none", "--supervise", "none", "--attention", "bidirectional",
+     "--select", "argmax"),
+    ("--inject", "last"), ("--supervise", "token-ce"), ("--supervise", "none")])
 def test_ablations_train_and_decode(small, tmp_path, flags):
     """Each option learns, saves, loads and stays lossless. The first line is DFlash."""
     t = make_trainer(small, tmp_path, flags=(*flags, "--steps", "30", "--lr", "3e-3"))
@@ -1801,31 +1833,41 @@ def test_loops_are_cut():
 def test_repetition_and_summary():
     """P01, P03: emitted tokens only; a loop shows in the repetition figure."""
     assert training.repetition(list(range(20))) == 0 and training.repetition([1, 2] * 20) > 0.9
-    run = lambda lengths, seconds: {"accept_lengths": lengths, "decode_seconds": seconds, "prefill_seconds": 0.1,
-                                    "repetition": 0.0, "new_tokens": 1 + sum(lengths)}
-    table = training.summarise([{"plain": run([1] * 6, 6.0), "x": run([3, 2, 1], 2.0)}] * 3)
-    assert table["x"]["acceptance_length"] == 2 and table["x"]["ratio"] == 3 and table["x"]["histogram"] == {1: 3, 2: 3, 3: 3}
+    run = lambda lengths, seconds: {
+        "accept_lengths": lengths, "decode_seconds": seconds, "prefill_seconds": 0.1,
+        "repetition": 0.0, "new_tokens": 1 + sum(lengths)}
+    x = training.summarise([{"plain": run([1] * 6, 6.0), "x": run([3, 2, 1], 2.0)}] * 3)["x"]
+    assert x["acceptance_length"] == 2 and x["ratio"] == 3
+    assert x["histogram"] == {1: 3, 2: 3, 3: 3}
 
 
-@pytest.mark.parametrize("text, prompts", [('{"turns": ["a", "b"]}\n{"prompt": "c"}\n', ["a", "c"]), ("one\n\ntwo\n", ["one", "two"]),
-                                           ('{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}', ["u"])])
+@pytest.mark.parametrize("text, prompts", [
+    ('{"turns": ["a", "b"]}\n{"prompt": "c"}\n', ["a", "c"]), ("one\n\ntwo\n", ["one", "two"]),
+    ('{"prompt": "a\u2028b"}\n', ["a\u2028b"]),  # a line separator inside a string ends no line
+    ('{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}',
+     ["u"])])
 def test_prompt_files(tmp_path, text, prompts):
     (tmp_path / "p").write_text(text, encoding="utf-8")
     assert training.read_prompts(str(tmp_path / "p")) == prompts
 
 
-@pytest.mark.parametrize("content, message", [("", "holds no prompt"), ('{"answer": 1}', "line 1: neither")])
+@pytest.mark.parametrize("content, message", [
+    ("", "holds no prompt"), ('{"answer": 1}', "line 1: neither"),
+    ('{"prompt": "a"}\n{x', "line 2: not valid JSON")])
 def test_useless_prompt_files_are_refused(small, tmp_path, capsys, content, message):
     """T09."""
     (tmp_path / "p").write_text(content, encoding="utf-8")
-    args = ["--target", str(small), "--out", str(tmp_path / "o"), "--prompts", str(tmp_path / "p"), "--dtype", "float32", "--no-progress"]
+    args = ["--target", str(small), "--out", str(tmp_path / "o"), "--prompts", str(tmp_path / "p"),
+            "--dtype", "float32", "--no-progress"]
     assert training.main(args) == 1
     assert message in capsys.readouterr().err
 
 
-TINY_RUN = ["--corpus-tokens", "900", "--answer-tokens", "24", "--prompt-tokens", "8", "--rows", "6", "--steps", "4", "--layers", "2",
-            "--block-size", "4", "--rank", "12", "--message", "8", "--top-k", "4", "--anchors", "6", "--eval-prompts", "2",
-            "--eval-tokens", "8", "--dtype", "float32", "--no-compile", "--device", "cpu"]
+TINY_RUN = [
+    "--corpus-tokens", "900", "--answer-tokens", "24", "--prompt-tokens", "8", "--rows", "6",
+    "--steps", "4", "--layers", "2", "--block-size", "4", "--rank", "12", "--message", "8",
+    "--top-k", "4", "--anchors", "6", "--eval-prompts", "2", "--eval-tokens", "8",
+    "--dtype", "float32", "--no-compile", "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")
@@ -1836,9 +1878,10 @@ def text_file(tmp_path_factory):
 
 
 def run_training(small, text_file, out, launcher=(), flags=()):
-    command = [sys.executable, *launcher, str(ROOT / "train_small.py"), "--target", str(small), "--text", str(text_file), "--out", str(out),
-               *TINY_RUN, *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, *launcher, str(ROOT / "train_small.py"), "--target", str(small),
+               "--text", str(text_file), "--out", str(out), *TINY_RUN, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done
 
@@ -1846,17 +1889,20 @@ def run_training(small, text_file, out, launcher=(), flags=()):
 def test_training_end_to_end(small, text_file, tmp_path, capsys):
     """Nothing in, a draft out that generate.py loads; the second run skips what is there."""
     done = run_training(small, text_file, tmp_path)
-    assert "temperature 1" in done.stdout and "rows cut where they loop" in done.stderr + done.stdout
+    assert "temperature 1" in done.stdout
+    assert "rows cut where they loop" in done.stderr + done.stdout
     rows = training.read_rows(tmp_path / "corpus.jsonl")
-    assert any(r["held_out"] for r in rows) and {r["temperature"] > 0 for r in rows} == {True, False}
-    assert program.main(["--prompt", "hi", "--target", str(small), "--draft", str(tmp_path), "--dtype", "float32", "--compare",
-                         "--max-new-tokens", "12"]) == 0
+    assert any(r["held_out"] for r in rows)
+    assert {r["temperature"] > 0 for r in rows} == {True, False}
+    args = flags_for(small, tmp_path)
+    assert program.main([*args, "--compare", "--max-new-tokens", "12"]) == 0
     assert "equal to plain" in capsys.readouterr().out
     names = {k for k in safe_keys(tmp_path / "model.safetensors")}
-    assert not any("embed" in k or "lm_head" in k for k in names)  # T10: only the draft's own tensors
-    before = (tmp_path / "corpus.jsonl").read_bytes(), len((tmp_path / "log.jsonl").read_text().splitlines())
+    assert not any("embed" in k or "lm_head" in k for k in names)  # T10: the draft's own alone
+    state = lambda: [(tmp_path / name).read_bytes() for name in ("corpus.jsonl", "log.jsonl")]
+    before = state()
     run_training(small, text_file, tmp_path)
-    assert before == ((tmp_path / "corpus.jsonl").read_bytes(), len((tmp_path / "log.jsonl").read_text().splitlines()))
+    assert before == state()
 
 
 def test_two_processes_equal_one(small, text_file, tmp_path):
@@ -1864,8 +1910,10 @@ def test_two_processes_equal_one(small, text_file, tmp_path):
     from safetensors.torch import load_file
     common = ("--eval-prompts", "0", "--batch-rows", "4")
     run_training(small, text_file, tmp_path / "one", flags=common)
-    shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=lambda *_: {"checkpoint.pt", "model.safetensors", "log.jsonl"})
-    run_training(small, text_file, tmp_path / "two", ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"), common)
+    made = {"checkpoint.pt", "model.safetensors", "log.jsonl"}
+    shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=lambda *_: made)
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
+    run_training(small, text_file, tmp_path / "two", torchrun, common)
     one, two = (load_file(tmp_path / k / "model.safetensors") for k in ("one", "two"))
     for name in one:
         torch.testing.assert_close(two[name], one[name], atol=1e-5, rtol=1e-4, msg=name)
