@@ -192,10 +192,14 @@ def write_kernel(u, write, h, square, result, rows, H, m, stride, B, PARTS: tl.c
 
 
 def blocking(rows: int, weight: torch.Tensor) -> dict:
-    """Tile sizes: with few rows a program streams weights, with many it reuses them."""
+    """Tile sizes: with few rows a program streams weights, with many it reuses them.
+
+    float32 goes without tensor cores, whose products need more registers: smaller tiles.
+    """
+    half = weight.itemsize == 2
     if rows <= 16:
-        return dict(BM=16, BN=16, BK=128, num_warps=2, num_stages=4)
-    side = 64 if weight.itemsize == 2 else 32
+        return dict(BM=16, BN=16, BK=128 if half else 64, num_warps=2, num_stages=4)
+    side = 64 if half else 32
     return dict(BM=side, BN=side, BK=32, num_warps=4, num_stages=3)
 
 
@@ -500,7 +504,7 @@ def transition_cache(draft: DSpine, pre, candidate_ids, anchor_ids, lm_head) -> 
         injection.bias, u, rows, r, m, math.sqrt(r), T, K, PARTS=len(partial),
         **tiles)
 
-    tiles |= dict(BM=64, BK=64)
+    tiles |= dict(BM=64, BK=64) if W.itemsize == 2 else {}
     grid = ceil_div(pairs + rows, tiles["BM"]), ceil_div(m, tiles["BN"])
     parts = max(1, min(H // 512, 256 // (grid[0] * grid[1])))
     chunk = ceil_div(ceil_div(H, parts), tiles["BK"]) * tiles["BK"]
@@ -549,9 +553,9 @@ def path_kernel(cache, candidate_ids, uniform, tokens, rows, probs, T, K, temper
         following = tl.load(at + min(t + 1, T - 1) * K * K, mask=inside, other=float("-inf"))
         scores = tl.sum(tl.where((b == row)[:, None], table, 0.0), 0)       # [BC]
         if SAMPLE:
-            scores = scores / temperature
+            scores = tl.div_rn(scores, temperature + tl.zeros((BC,), tl.float32))
             q = tl.exp(scores - tl.max(scores, 0))
-            q = q / tl.sum(q, 0)
+            q = tl.div_rn(q, tl.sum(q, 0) + tl.zeros((BC,), tl.float32))    # rounded as the twin's
             cdf = tl.cumsum(q.to(tl.float64), 0).to(tl.float32)
             total = tl.sum(tl.where(b == K - 1, cdf, 0.0), 0)
             below = cdf <= tl.load(uniform + request * T + t) * total

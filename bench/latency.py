@@ -15,7 +15,8 @@ Rows of one draft step with one request (kernels.py on CUDA, PyTorch on a CPU):
     cache + path   transition cache and the walk through it: the tokens are chosen
     draft step     DSpine.propose (CUDA: GraphedDraft): the above, new context, the codes' look-up
 
-and what chooses the tokens elsewhere, one position after the other, given the same logits [T, V]:
+and what chooses the tokens elsewhere, one position after the other, given the same logits [T, V]
+or candidates [T, K]:
 
     Markov head    logits_t + W2 W1[x_{t-1}], rank 256 (DSpark)
     GRU head       logits_t + W2 s_t, s_t = GRU(s_{t-1}, E[x_{t-1}]), rank 256 (Domino)
@@ -70,7 +71,8 @@ def random_draft(size: str, device, dtype, **overrides) -> DSpine:
     with torch.device("meta"):
         draft = DSpine(config)
     draft = draft.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    draft.inv_freq, draft.rope_scale = dspine.rope_frequencies(config)
+    frequencies, draft.rope_scale = dspine.rope_frequencies(config)
+    draft.inv_freq = frequencies.to(device)
     for parameter in draft.parameters():
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     draft.injection.bias.zero_()
@@ -80,32 +82,32 @@ def random_draft(size: str, device, dtype, **overrides) -> DSpine:
 
 
 def markov_head(logits, anchor, first, second) -> torch.Tensor:
-    """logits [T, V], W1 [V, rank], W2 [V, rank] -> tokens [T]."""
+    """logits [T, V], anchor [1], W1 [V, rank], W2 [V, rank] -> tokens [T]."""
     token, tokens = anchor, []
     for row in logits:
-        token = (row + second @ first[token]).argmax(-1)
+        token = (row + F.linear(first[token], second)).argmax(-1)
         tokens.append(token)
-    return torch.stack(tokens)
+    return torch.cat(tokens)
 
 
 def gru_head(logits, anchor, embed, cell, second) -> torch.Tensor:
     """logits [T, V], E [V, rank], a GRU cell, W2 [V, rank] -> tokens [T]."""
     token, state, tokens = anchor, embed.new_zeros(1, embed.shape[1]), []
     for row in logits:
-        state = cell(embed[token][None], state)
-        token = (row + second @ state[0]).argmax(-1)
+        state = cell(embed[token], state)
+        token = (row + F.linear(state, second)).argmax(-1)
         tokens.append(token)
-    return torch.stack(tokens)
+    return torch.cat(tokens)
 
 
 def refinement(draft, pre, candidate_ids, anchor, lm_head) -> torch.Tensor:
     """Last-write refinement, position by position: [T, H], [T, K] -> tokens [T]."""
     token, tokens = anchor, []
     for state, candidates in zip(pre, candidate_ids):
-        scores = F.linear(draft.refine(state, token), lm_head[candidates])
+        scores = F.linear(draft.refine(state[None], token), lm_head[candidates])
         token = candidates[scores.argmax(-1)]
         tokens.append(token)
-    return torch.stack(tokens)
+    return torch.cat(tokens)
 
 
 def prepared_refinement(draft, pre, candidate_ids, anchor, lm_head) -> torch.Tensor:
@@ -119,9 +121,10 @@ def prepared_refinement(draft, pre, candidate_ids, anchor, lm_head) -> torch.Ten
         code = draft.code(token)
         gate = torch.sigmoid(received[t] + F.linear(code, injection.predecessor_gate.weight))
         delta = F.linear(gate * F.linear(code, injection.message.weight), W)
-        token = candidate_ids[t, F.linear(draft.norm(pre[t] + scale[t] * delta), heads[t]).argmax()]
+        scores = F.linear(draft.norm(pre[t] + scale[t] * delta), heads[t])
+        token = candidate_ids[t][scores.argmax(-1)]
         tokens.append(token)
-    return torch.stack(tokens)
+    return torch.cat(tokens)
 
 
 @torch.no_grad()
@@ -132,12 +135,11 @@ def draft_rows(draft: DSpine, context: int, kernels: str) -> dict[str, Callable]
     B, H, T, V, L = c.block_size, c.hidden_size, c.block_size - 1, c.vocab_size, c.num_hidden_layers
     draft.use_kernels(kernels)
     ops = operations(kernels, weight)
-    draft.inv_freq = draft.inv_freq.to(weight.device)
     embed, lm_head = new(V, H), new(V, H).mul_(0.02)
     state = DraftState(embed, lm_head)
     draft.extend_context(state, new(context, draft.fc.in_features))
-    kept, anchor = state.keys_values, torch.tensor(5, device=weight.device)
-    code = draft.code(anchor)[None, None]
+    kept, token = state.keys_values, torch.tensor([5], device=weight.device)
+    anchor, code = token[0], draft.code(token)[None]
     start = torch.tensor([[context]], device=weight.device)
     mask = dspine.block_mask(start, context, B)
     cos, sin = draft.rope(start + torch.arange(B, device=weight.device))
@@ -188,10 +190,10 @@ def draft_rows(draft: DSpine, context: int, kernels: str) -> dict[str, Callable]
         step = graphed_step(draft, state, taps, context)
     return rows | {
         "draft step": step,
-        "Markov head": lambda: markov_head(logits, anchor, first, second),
-        "GRU head": lambda: gru_head(logits, anchor, gru_embed, cell, second),
-        "refinement": lambda: refinement(draft, pre, candidate_ids, anchor, lm_head),
-        "refinement, prepared": lambda: prepared_refinement(draft, pre, candidate_ids, anchor,
+        "Markov head": lambda: markov_head(logits, token, first, second),
+        "GRU head": lambda: gru_head(logits, token, gru_embed, cell, second),
+        "refinement": lambda: refinement(draft, pre, candidate_ids, token, lm_head),
+        "refinement, prepared": lambda: prepared_refinement(draft, pre, candidate_ids, token,
                                                             lm_head)}
 
 
@@ -291,7 +293,10 @@ def medians(rows: dict[str, Callable], device, repeats: int, seconds: float) -> 
         flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
         for name in rows:
             if not name.startswith("acceptance"):  # which ends on the host
-                captured[name] = graph(rows[name])
+                try:
+                    captured[name] = graph(rows[name])
+                except RuntimeError as error:
+                    print(f"  no graph for {name}, timed without: {str(error).splitlines()[0]}")
     for function in captured.values():
         for _ in range(2):
             function()
