@@ -120,7 +120,8 @@ class DSpineConfig:
                             self.rope_parameters)
         self._check("block_size", self.block_size >= 2, "must be at least 2: anchor and proposal")
         self._check("head_dim", self.head_dim % 2 == 0, "must be even (rotary pairs)")
-        self._check("num_key_value_heads", self.num_attention_heads % self.num_key_value_heads == 0,
+        self._check("num_key_value_heads",
+                    self.num_attention_heads % self.num_key_value_heads == 0,
                     f"must divide num_attention_heads = {self.num_attention_heads}")
         self._check("top_k", self.top_k <= V, f"exceeds vocab_size = {V}")
         self._check("transfer_rank", self.transfer_rank <= min(self.hidden_size, V),
@@ -175,12 +176,12 @@ class DSpineConfig:
     def from_dict(cls, raw: dict) -> "DSpineConfig":
         """Read the published config.json, flat or under a key `config`, rope in v4 or v5 style."""
         raw = raw.get("config", raw) if isinstance(raw, dict) else {}
-        missing = [k for k in ("dflash_config", "dspine_config", "hidden_size", "num_attention_heads")
-                   if not raw.get(k)]
+        needed = "dflash_config", "dspine_config", "hidden_size", "num_attention_heads"
+        missing = [k for k in needed if not raw.get(k)]
         if missing:
             raise ValueError(f"config.json lacks {missing}: this is no DSpine draft")
         flat = {**raw, **raw["dflash_config"], **raw["dspine_config"]}
-        if not flat.get("rope_parameters"):  # transformers before 5: rope_theta beside rope_scaling
+        if not flat.get("rope_parameters"):  # before transformers 5: beside rope_scaling
             scaling = dict(flat.get("rope_scaling") or {})
             scaling.setdefault("rope_type", scaling.pop("type", "default"))
             flat["rope_parameters"] = {"rope_theta": flat.get("rope_theta", 0), **scaling}
@@ -206,8 +207,8 @@ class DSpineConfig:
         dflash = take("mask_token_id", "target_layer_ids") | {"block_size": self.block_size}
         dspine = take("transfer_rank", "message_size", "top_k", "ce_weight", "alignment_weight",
                       "alignment_warmup_steps", "replacement_layers", "replacement_probability",
-                      "replacement_hold_ratio", "replacement_end_ratio", "candidate_mass_threshold",
-                      "inject", "attention", "select")
+                      "replacement_hold_ratio", "replacement_end_ratio",
+                      "candidate_mass_threshold", "inject", "attention", "select")
         return {"architectures": ["DSpineDraftModel"], "model_type": "qwen3", **values,
                 "hidden_act": "silu", "layer_types": ["full_attention"] * self.num_hidden_layers,
                 "tie_word_embeddings": False, "dflash_config": dflash, "dspine_config": dspine}
@@ -410,7 +411,7 @@ class Injection(nn.Module):
                            self.writes[l].weight)
 
     def forward(self, l: int, h, anchor_code, true_prev=None, replace=None) -> torch.Tensor:
-        """h [.., B, H] -> [.., B, H]: every position receives from its left neighbour, all at once.
+        """h [.., B, H] -> [.., B, H]: each position receives from its left neighbour, all at once.
 
         Position 1 receives the anchor's token code, sqrt(r) e(anchor) [.., r]; position t >= 2
         receives f_{t-1}, read before anybody is updated. Row 0, the anchor, never changes. Where
@@ -537,7 +538,7 @@ class DSpine(nn.Module):
                      for x in (angles.cos(), angles.sin()))
 
     def context_keys_values(self, context_states: torch.Tensor, start: int = 0) -> list:
-        """A layer: k, v [N, kv_heads, S, D] of taps [N, S, n*H] at positions start .. start+S-1."""
+        """A layer: k, v [N, kv_heads, S, D] of taps [N, S, n*H] at positions start, start+1, .."""
         context = self.encode_context(context_states)
         N, S = context.shape[:2]
         cos, sin = self.rope(torch.arange(start, start + S, device=context.device).expand(N, S))
@@ -570,8 +571,9 @@ class DSpine(nn.Module):
         c, (N, A, B) = self.config, block_ids.shape
         S, width = context_states.shape[1:]
         if width != self.fc.in_features or anchors.shape != (N, A):
-            raise ValueError(f"expected context_states [N, S, {self.fc.in_features}] and anchors "
-                             f"[{N}, {A}], got {list(context_states.shape)}, {list(anchors.shape)}")
+            raise ValueError(
+                f"expected context_states [N, S, {self.fc.in_features}] and anchors [{N}, {A}], "
+                f"got {list(context_states.shape)} and {list(anchors.shape)}")
         inputs = torch.full_like(block_ids, c.mask_token_id)
         inputs[..., 0] = block_ids[..., 0]
         codes = self.code(block_ids[..., :-1])                              # [N, A, T, r]
@@ -617,8 +619,8 @@ class DSpine(nn.Module):
         key = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in used]
         if self._message_space is None or self._message_space[0] != key:
             Gp, M, g, W = used  # kept: while they live, no other tensor has their address
-            space = MessageSpace(torch.cat((Gp, M)) * math.sqrt(r), (g[:, None] * W).T.contiguous(),
-                                 W.T @ W)
+            space = MessageSpace(torch.cat((Gp, M)) * math.sqrt(r),
+                                 (g[:, None] * W).T.contiguous(), W.T @ W)
             self._message_space = key, used, space
         return self._message_space[2]
 
@@ -630,7 +632,7 @@ class DSpine(nn.Module):
             cache[t, a, b] = (pre_t . (g w_b) + s_t u_ta . W^T (g w_b)) / rms(pre_t + s_t W u_ta)
             |pre + s W u|^2 = |pre|^2 + 2 s u . (W^T pre) + s^2 u . (W^T W u)
 
-        Exact. What kernels.py computes; on a CPU it pays at H 4096, not at the default draft's 576.
+        Exact. What kernels.py computes; on a CPU it pays at H 4096, not at the default 576.
         """
         if self.config.inject == "none":
             return self.transition_cache(pre, candidate_ids, anchor_ids, lm_head)
@@ -659,15 +661,16 @@ class DSpine(nn.Module):
         """A fresh decoding state; the target's embedding and head come to the draft's device."""
         check_pair(self.config, target)
         if not self.transfer_ready:
-            raise ValueError("the draft's token codes are not set: build it with DSpine.for_target "
-                             "or DSpine.from_pretrained")
+            raise ValueError("the draft's token codes are not set: build it with "
+                             "DSpine.for_target or DSpine.from_pretrained")
         modules = target.get_input_embeddings(), target.get_output_embeddings()
         return DraftState(*(m.weight.detach().to(self.fc.weight.device, self.fc.weight.dtype)
                             for m in modules))
 
     def extend_context(self, state: DraftState, context_states: torch.Tensor):
         """Append the taps [s, n*H] of newly accepted positions to the context."""
-        new = self.context_keys_values(context_states[None].to(self.fc.weight.device), state.length)
+        states = context_states[None].to(self.fc.weight.device)
+        new = self.context_keys_values(states, state.length)
         state.keys_values = new if state.keys_values is None else [
             tuple(torch.cat(pair, dim=2) for pair in zip(old, add))
             for old, add in zip(state.keys_values, new)]
@@ -768,7 +771,8 @@ class DSpine(nn.Module):
                 tensors["transfer_codes"] = load_file(folder / "transfer.safetensors")["codes"]
                 tensors["transfer_ready"] = torch.tensor(True)
         except SafetensorError as error:
-            raise ValueError(f"{folder}: not a complete safetensors file ({error}); fetch it again") from None
+            raise ValueError(f"{folder}: not a complete safetensors file ({error}): "
+                             "fetch it again") from None
         with torch.device("meta"):
             draft = cls(c)
         shapes = {k: v.shape for k, v in draft.state_dict().items()}
@@ -885,8 +889,9 @@ def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig
     ce = -log_q.gather(-1, labels[:, None])[:, 0]
     l1 = (log_q.exp() - p).abs().sum(-1)
     candidates = log_q.detach().topk(c.top_k, dim=-1).indices               # [tokens, K]
-    refinement = candidate_losses(refined, labels, candidates, p.gather(-1, candidates), lm_head, c)
-    return torch.stack((ce, l1, *refinement)), candidates
+    p = p.gather(-1, candidates)
+    ce2, l12 = candidate_losses(refined, labels, candidates, p, lm_head, c)
+    return torch.stack((ce, l1, ce2, l12)), candidates
 
 
 def candidate_losses(refined, labels, candidates, p, lm_head, c: DSpineConfig):
@@ -904,7 +909,8 @@ def candidate_losses(refined, labels, candidates, p, lm_head, c: DSpineConfig):
     return ce, l1 * (mass[:, 0] > c.candidate_mass_threshold)
 
 
-def chunked_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap, chunk):
+def chunked_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap,
+                   chunk):
     """a ce + (1-a) l1 + a ce' + (1-a) l1' summed with `weights` [tokens]; the sums; candidates.
 
     Plain twin of train_small's fused one. teacher [U, H] holds each target position once, index
@@ -927,8 +933,8 @@ def cosine_alignment(features, labels, codes) -> torch.Tensor:
 
 
 def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden,
-              lm_head, *, beta: float, ce_weight: float | None = None, softcap: float | None = None,
-              chunk: int = 512, losses=chunked_losses, alignment=cosine_alignment):
+              lm_head, *, beta: float, ce_weight: float | None = None,
+              softcap: float | None = None, chunk: int = 512, losses=chunked_losses, alignment=cosine_alignment):
     """loss = a ce + (1-a) l1 + (a ce' + (1-a) l1') + beta stopgrad(ce) alignment, a = ce_weight.
 
     All terms are means over supervised proposal tokens, weighted by w_t = exp(-(t-1)/7);
@@ -997,7 +1003,7 @@ def sampling_distribution(logits, temperature: float, top_k: int = 0, top_p: flo
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Sample by inversion: probs [.., V] of any positive sum, uniform [..] in [0, 1) -> index [..].
+    """Sample by inversion: probs [.., V] of any positive sum, uniform [..] in [0, 1) -> [..].
 
     The first index whose cumulative sum exceeds uniform * total: never one of probability zero.
     """
@@ -1010,8 +1016,8 @@ def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, 
                 top_p: float = 1.0, uniform=None):
     """Walk the transition cache left to right: look-ups only.
 
-    Row a of cache[t] belongs to the candidate chosen at t-1. Temperature 0 takes its argmax, else a
-    sample of softmax(row / temperature), filtered like the target's distribution.
+    Row a of cache[t] belongs to the candidate chosen at t-1. Temperature 0 takes its argmax, else
+    a sample of softmax(row / temperature), filtered like the target's distribution.
 
     cache [.., T, K, K], candidate_ids [.., T, K] -> tokens [.., T], rows [.., T] (the index chosen
     among the candidates), probs [.., T, K] (what it was drawn from: verification must use these).
@@ -1039,7 +1045,7 @@ def select_path(cache, candidate_ids, temperature: float = 0.0, generator=None, 
 
 
 def verify_greedy(logits: torch.Tensor, proposals: torch.Tensor) -> tuple[int, int]:
-    """Keep proposals [T] while they equal the argmax of logits [T+1, V]: (accepted, next token)."""
+    """Keep proposals [T] while they are the argmax of logits [T+1, V]: (accepted, next token)."""
     best = logits.argmax(-1)                                                # [T+1]
     accepted = int((best[:-1] == proposals).cumprod(0).sum())
     return accepted, int(best[accepted])
@@ -1084,9 +1090,10 @@ def operations(setting: str, x: torch.Tensor):
     if kernels.available(x):
         return kernels
     if setting == "on":
-        raise ValueError(f"kernels = 'on' needs Triton and a CUDA device of capability 8.0 or more; "
-                         f"Triton is {'there' if kernels.triton else 'missing'}, the tensors on "
-                         f"{x.device}: use 'auto' or 'off'")
+        raise ValueError(
+            "kernels = 'on' needs Triton and a CUDA device of capability 8.0 or more; Triton is "
+            f"{'there' if kernels.triton else 'missing'}, the tensors on {x.device}: use 'auto' "
+            "or 'off'")
     return Plain
 
 
@@ -1133,7 +1140,7 @@ class Statistics:
 
 
 class TargetRunner:
-    """The target's forward over a cache that can be rolled back; returns only the tapped states."""
+    """The target's forward over a cache that can be rolled back; keeps only the tapped states."""
 
     def __init__(self, target, target_layer_ids=()):
         from transformers import DynamicCache
@@ -1157,8 +1164,8 @@ class TargetRunner:
         if not self.cache.is_croppable:
             kinds = {type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}
             raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled "
-                             f"back ({', '.join(sorted(kinds))}): rejected proposals would stay in "
-                             "it, so decoding would not be lossless")
+                             f"back ({', '.join(sorted(kinds))}): rejected proposals would stay "
+                             "in it, so decoding would not be lossless")
         self.cache.activate_past_recording()
 
     def rollback(self, count: int):
@@ -1167,7 +1174,7 @@ class TargetRunner:
 
 
 class CopyIndex:
-    """Proposals copied from the text so far: what followed the last occurrence of its final n-gram.
+    """Proposals copied from the text so far: what followed the last place of its final n-gram.
 
     A departure from the paper, off by default. Appending and looking up take constant time; memory
     is linear in the text. The longest of `sizes` that matches decides.
@@ -1212,11 +1219,12 @@ def check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
     text = target.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or math.inf
     rope = getattr(text, "rope_parameters", None) or {}
-    switch = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    longrope = rope.get("rope_type") == "longrope"
+    switch = rope.get("original_max_position_embeddings") if longrope else None
     for ok, why in (
             (not switch or S > switch or S + max_new_tokens <= switch,
-             f"longrope changes its frequencies at position {switch}, inside this generation: its blocks "
-             "would differ from single tokens; stay on one side of it"),
+             f"longrope changes its frequencies at position {switch}, inside this generation: "
+             "blocks would differ from single tokens; stay on one side of it"),
             (S > 0, "the prompt is empty: give at least one token"),
             (S == 0 or 0 <= int(input_ids.min()) <= int(input_ids.max()) < V,
              f"input_ids must lie in 0 .. {V - 1}"),
@@ -1237,14 +1245,16 @@ def check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
 class _Loop:
     """The one loop: propose, verify, roll back. Without draft and copy it is plain decoding."""
 
-    def __init__(self, target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size,
-                 generator, copy):
-        self.block_size = check_request(target, draft, input_ids, max_new_tokens, filters, block_size)
-        self.target, self.draft, self.input_ids, self.budget = target, draft, input_ids, max_new_tokens
-        self.filters, self.eos, self.generator = filters, token_id_set(eos_token_ids), generator
-        self.copy, self.stats = copy, Statistics()
+    def __init__(self, target, draft, input_ids, max_new_tokens, filters, eos_token_ids,
+                 block_size, generator, copy):
+        self.block_size = check_request(target, draft, input_ids, max_new_tokens, filters,
+                                        block_size)
+        self.target, self.draft, self.input_ids = target, draft, input_ids
+        self.budget, self.eos, self.filters = max_new_tokens, token_id_set(eos_token_ids), filters
+        self.generator, self.copy, self.stats = generator, copy, Statistics()
         self.device = target.get_input_embeddings().weight.device
-        self.kept = {"draft": 0.0, "copy": float(self.block_size)}  # running means of kept proposals
+        # running means of kept proposals: where copies keep less than the draft, the draft goes
+        self.kept = {"draft": 0.0, "copy": float(self.block_size)}
 
     def clock(self) -> float:
         if self.device.type == "cuda":
@@ -1297,9 +1307,10 @@ class _Loop:
         return self.choose(logits, copy_proposal([], self.device))[1]
 
     def propose(self, anchor: int) -> tuple[Proposal, str]:
-        """Proposals and their source. Every forward adds a token of the target's own: leave room."""
+        """Proposals and their source. A forward adds a token of the target's own: leave room."""
         length = min(self.block_size - 1, self.budget - self.stats.new_tokens - 1)
-        if length > 0 and self.copy and (self.draft is None or self.kept["copy"] >= self.kept["draft"]):
+        trusted = self.draft is None or self.kept["copy"] >= self.kept["draft"]
+        if length > 0 and self.copy and trusted:
             if copied := self.index.propose(length):
                 return copy_proposal(copied, self.device), "copy"
         if length > 0 and self.draft is not None:
@@ -1360,8 +1371,8 @@ def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int,
 def generate_plain(target, input_ids, *, max_new_tokens: int, temperature: float = 0.0,
                    top_k: int = 0, top_p: float = 1.0, eos_token_ids=(), generator=None):
     """The same loop with nothing to propose: one token a target forward."""
-    return generate(target, None, input_ids, max_new_tokens=max_new_tokens, temperature=temperature,
-                    top_k=top_k, top_p=top_p, eos_token_ids=eos_token_ids, generator=generator)
+    return generate(target, None, input_ids, max_new_tokens=max_new_tokens,
+                    temperature=temperature, top_k=top_k, top_p=top_p, eos_token_ids=eos_token_ids, generator=generator)
 
 
 def collect(steps) -> tuple[list[int], Statistics]:
