@@ -934,7 +934,8 @@ def cosine_alignment(features, labels, codes) -> torch.Tensor:
 
 def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, teacher_hidden,
               lm_head, *, beta: float, ce_weight: float | None = None,
-              softcap: float | None = None, chunk: int = 512, losses=chunked_losses, alignment=cosine_alignment):
+              softcap: float | None = None, chunk: int = 512, losses=chunked_losses,
+              alignment=cosine_alignment):
     """loss = a ce + (1-a) l1 + (a ce' + (1-a) l1') + beta stopgrad(ce) alignment, a = ce_weight.
 
     All terms are means over supervised proposal tokens, weighted by w_t = exp(-(t-1)/7);
@@ -1372,7 +1373,8 @@ def generate_plain(target, input_ids, *, max_new_tokens: int, temperature: float
                    top_k: int = 0, top_p: float = 1.0, eos_token_ids=(), generator=None):
     """The same loop with nothing to propose: one token a target forward."""
     return generate(target, None, input_ids, max_new_tokens=max_new_tokens,
-                    temperature=temperature, top_k=top_k, top_p=top_p, eos_token_ids=eos_token_ids, generator=generator)
+                    temperature=temperature, top_k=top_k, top_p=top_p,
+                    eos_token_ids=eos_token_ids, generator=generator)
 
 
 def collect(steps) -> tuple[list[int], Statistics]:

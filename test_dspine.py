@@ -675,6 +675,16 @@ def test_bad_requests_are_refused(change, message):
         generate(target, scripted(target, [5]), request.pop("input_ids"), **request)
 
 
+def test_longrope_is_refused_where_it_changes_its_frequencies():
+    """A block across the switch would rotate earlier tokens otherwise than single tokens do."""
+    target = copy.deepcopy(tiny())
+    target.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+    with pytest.raises(ValueError, match="longrope changes its frequencies at position 40"):
+        generate_plain(target, prompt(), max_new_tokens=30)
+    generate_plain(target, prompt(), max_new_tokens=20)
+    generate_plain(target, prompt(41), max_new_tokens=30)
+
+
 def test_smaller_block_size_is_lossless():
     """P04."""
     target = tiny()
