@@ -632,7 +632,8 @@ class DSpine(nn.Module):
             cache[t, a, b] = (pre_t . (g w_b) + s_t u_ta . W^T (g w_b)) / rms(pre_t + s_t W u_ta)
             |pre + s W u|^2 = |pre|^2 + 2 s u . (W^T pre) + s^2 u . (W^T W u)
 
-        Exact. What kernels.py computes; on a CPU it pays at H 4096, not at the default 576.
+        Exact; no gradient reaches what is precomputed. For kernels.py: in plain PyTorch on a CPU it
+        takes 12-22% longer at the default draft's size and 0-22% less at the published one.
         """
         if self.config.inject == "none":
             return self.transition_cache(pre, candidate_ids, anchor_ids, lm_head)
