@@ -479,7 +479,7 @@ class DSpine(nn.Module):
         # plain attributes, so that they stay float32 when the draft is cast
         self.transfer_mean = self.transfer_directions = None                # [H], [H, r]
         self.inv_freq, self.rope_scale = rope_frequencies(c)
-        self.kernels, self._message_space = "auto", None
+        self.kernels, self._message_space = "off", None  # see use_kernels
 
     def use_kernels(self, setting: str) -> "DSpine":
         """"auto": kernels.py where tensors are on CUDA and Triton is there; "off"; "on": or raise.

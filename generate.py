@@ -339,6 +339,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="anchor plus proposals, 2 up to the trained size (default: that)")
     add("--no-copy", action="store_true",
         help="the method alone: never copy what the text already says")
+    add("--kernels", choices=("auto", "off", "on"), default="off",
+        help="Triton kernels for the draft; auto: on CUDA where Triton is there (not yet run on "
+        "a GPU: bench/gpu_check.sh checks them)")
     add("--compare", action="store_true",
         help="decode plainly too: are the outputs equal, what is the speed ratio")
     add("--quiet", action="store_true", help="print the answer alone")
@@ -398,7 +401,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--draft {args.draft}: no such folder")
     text = read_prompt(args)
     target, tokenizer = load_target(args.target, args.dtype and getattr(torch, args.dtype), device)
-    draft = load_draft(args.draft, target)
+    draft = load_draft(args.draft, target).use_kernels(args.kernels)
     if not args.quiet:
         warn_of_ignored_settings(target)
         if not tokenizer.chat_template and not args.raw:

@@ -5,7 +5,7 @@
 #     bash bench/gpu_check.sh [FOLDER]        # writes gpu_check.json there (default runs/gpu_check)
 set -u
 cd "$(dirname "$0")/.."
-out=${1:-${OUT:-runs/gpu_check}}
+out=${1:-runs/gpu_check}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 TRITON_INTERPRET=0
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm --format=csv
