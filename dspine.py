@@ -176,6 +176,7 @@ class DSpineConfig:
     def from_dict(cls, raw: dict) -> "DSpineConfig":
         """Read the published config.json, flat or under a key `config`, rope in v4 or v5 style."""
         raw = raw.get("config", raw) if isinstance(raw, dict) else {}
+        raw = raw if isinstance(raw, dict) else {}
         needed = "dflash_config", "dspine_config", "hidden_size", "num_attention_heads"
         missing = [k for k in needed if not raw.get(k)]
         if missing:

@@ -43,6 +43,25 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def guarded(program: str, run, args, stopped: str = "") -> int:
+    """Exit status of run(args); what a user can mend becomes one line, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        if stopped:
+            note(stopped)
+        return 130
+    except BrokenPipeError:  # the reader went away, as with | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except USER_ERRORS as error:
+        note(f"{program}: {first_line(error)}")
+        return 1
+
+
 # -------------------------------------------------------------------------------------------------
 # Loading
 # -------------------------------------------------------------------------------------------------
@@ -428,20 +447,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv=None) -> int:
-    args = parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader went away, as with | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except USER_ERRORS as error:
-        note(f"generate.py: {first_line(error)}")
-        return 1
+    return guarded("generate.py", run, parse_args(argv))
 
 
 if __name__ == "__main__":

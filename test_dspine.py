@@ -18,6 +18,7 @@ import sys
 import warnings
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 # Triton decides at import whether it interprets. TRITON_INTERPRET=0 on a machine with a GPU runs
 # the kernels' tests there, in bfloat16 too.
@@ -685,7 +686,8 @@ def test_bad_requests_are_refused(change, message):
 def test_longrope_is_refused_where_it_changes_its_frequencies():
     """A block across the switch would rotate earlier tokens otherwise than single tokens do."""
     target = copy.deepcopy(tiny())
-    target.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+    target.config.rope_parameters = {"rope_type": "longrope",
+                                     "original_max_position_embeddings": 40}
     with pytest.raises(ValueError, match="longrope changes its frequencies at position 40"):
         generate_plain(target, prompt(), max_new_tokens=30)
     generate_plain(target, prompt(), max_new_tokens=20)
@@ -1083,6 +1085,9 @@ def test_rope(style, kind, tmp_path):
     (lambda raw: raw.pop("dspine_config"), "dspine_config"),
     (lambda raw: raw.pop("hidden_size"), "hidden_size"),
     (lambda raw: raw["dflash_config"].pop("mask_token_id"), "mask_token_id"),
+    (lambda raw: raw.update(rope_parameters=None), "rope_theta"),
+    (lambda raw: raw.update(dflash_config=None), "dflash_config"),
+    (lambda raw: raw.update(config=[]), "no DSpine draft"),
     (lambda raw: raw.update(block_size=9), "one block_size"),
     (lambda raw: (raw.pop("block_size"), raw["dflash_config"].pop("block_size")), "block_size")])
 def test_incomplete_config_files_are_refused(edit, message):
@@ -1317,7 +1322,10 @@ def test_custom_generate_samples_with_the_configs_filters():
     (dict(do_sample=True, num_return_sequences=2), "num_return_sequences=2|batch size"),
     (dict(output_scores=True, return_dict_in_generate=True), "output_scores"),
     (dict(inputs=torch.ones(2, 4).long()), "batch size"),                   # C16
-    (dict(attention_mask=torch.tensor([[0] * 3 + [1] * 17])), "padding")])
+    (dict(attention_mask=torch.tensor([[0] * 3 + [1] * 17])), "padding"),
+    (dict(position_ids=torch.arange(3, 23)[None]), "position_ids"),
+    (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha"),
+    (dict(do_sample=True, logits_processor=[transformers.TopKLogitsWarper(1)]), "TopKLogits")])
 def test_custom_generate_refuses_by_name(settings, message):
     target = tiny()
     request = dict(inputs=prompt(), do_sample=False, max_new_tokens=4, pad_token_id=0) | settings
@@ -1520,6 +1528,23 @@ def test_compare_tells_rounding_from_a_fault(small):
     fine, sentence = program.compare(target, ids, wrong, plain)
     assert not fine and "token 5" in sentence
     assert not program.compare(target, ids, plain[:-1], plain)[0]
+
+
+@pytest.mark.parametrize("dtype, emitted, excused", [
+    (torch.bfloat16, 1, True), (torch.bfloat16, 3, False), (torch.float32, 1, False)])
+def test_compare_judges_the_token_that_was_emitted(dtype, emitted, excused):
+    """C20: beside a near-tie (5.0, 4.9) a token 8 logits below the best is still a fault."""
+    logits = torch.tensor([[[5.0, 4.9, 0.0, -3.0]]], dtype=dtype)
+
+    class Fixed:
+        device = "cpu"
+
+        def __call__(self, **_):
+            return SimpleNamespace(logits=logits)
+    target, ids = Fixed(), torch.tensor([[0]])
+    target.dtype = dtype
+    assert program.compare(target, ids, [emitted, 2], [0, 2])[0] == excused
+    assert not program.compare(target, ids, [0], [0, 2])[0]  # cut short is never rounding
 
 
 @pytest.mark.parametrize("fault", ["interrupted", "checksum"])
@@ -1846,6 +1871,71 @@ def test_warm_start_copies_the_last_layers(small, tmp_path):
         training.warm_start(t.draft, other)
 
 
+def test_warm_start_refuses_another_activation(small, tmp_path):
+    """Gemma's layers have these names and shapes but another activation."""
+    t = make_trainer(small, tmp_path)
+    t.target.config.hidden_act = "gelu"
+    with pytest.raises(ValueError, match="activation gelu"):
+        training.warm_start(t.draft, t.target)
+
+
+@pytest.mark.parametrize("family, sizes, fits", [
+    ("Llama", {}, True), ("Gemma2", {}, True), ("Cohere", dict(logit_scale=0.25), False),
+    ("Granite", dict(logits_scaling=8.0), False)])
+def test_targets_that_scale_their_logits_are_refused(family, sizes, fits):
+    """The objective's P is head . hidden state (soft-capped): for these it is another's."""
+    if fits:
+        training.check_head(tiny(family))
+    else:
+        with pytest.raises(ValueError, match="scales or shifts its logits"):
+            training.check_head(tiny(family, **sizes))
+
+
+def test_a_checkpoint_belongs_to_its_target(small, tmp_path):
+    """Another target of the same shape: other states, and the checkpoint is refused."""
+    first = make_trainer(small, tmp_path)
+    training.train(first, stop_at=1)
+    other = make_trainer(small, tmp_path)
+    with torch.no_grad():
+        other.target.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    assert training.fingerprint(other.target) != training.fingerprint(first.target)
+    with pytest.raises(ValueError, match="another target"):
+        training.train(other)
+    states = training.TargetStates(other.target, other.rows, [1, 3], tmp_path / "states0", 1)
+    assert not states.done.any() and first.states.done.any()
+
+
+def test_the_transfer_space_survives_resume_and_cast(small, tmp_path):
+    """Signs of eigenvectors differ between machines: directions come from the checkpoint, and a
+    bfloat16 export keeps them in float32."""
+    first = make_trainer(small, tmp_path)
+    training.train(first, stop_at=1)
+    second = make_trainer(small, tmp_path)
+    directions = second.draft.transfer_directions.clone()
+    second.draft.transfer_directions.neg_()
+    second.load(tmp_path / "checkpoint.pt")
+    assert torch.equal(second.draft.transfer_directions, directions)
+    codes = second.draft.transfer_codes.clone()
+    second.draft.bfloat16().save_pretrained(tmp_path / "slim", slim=True)
+    saved = load_file(tmp_path / "slim" / "model.safetensors")
+    assert torch.equal(saved["transfer_directions"], directions)
+    again = DSpine.from_pretrained(tmp_path / "slim", second.target)
+    assert torch.equal(again.transfer_codes, codes)
+
+
+def test_the_corpus_follows_the_targets_own_distribution(small):
+    """C15: penalties of generation_config would make the answers another model's."""
+    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
+    ids = program.build_prompt(tokenizer, "hi hi hi hi")
+    plain, _ = collect(generate_plain(target, ids, max_new_tokens=20, eos_token_ids=()))
+    written = lambda: training.continue_batch(target, ids.tolist(), [], 0.0, 20)[0]
+    target.generation_config.eos_token_id = target.config.eos_token_id = None
+    target.generation_config.repetition_penalty = 5.0
+    assert written() != plain
+    training.follow_own_distribution(target)
+    assert written() == plain
+
+
 def test_loops_are_cut():
     assert training.cut_loop([1, 2, 3, 4] + [7, 8, 9, 5] * 4) == [1, 2, 3, 4, 7, 8, 9, 5]
     assert training.cut_loop([1] + [2] * 20) == [1, 2]
@@ -1968,11 +2058,17 @@ def test_evaluation_of_prompt_sets(small, small_draft, tmp_path):
     assert "float32" in first.stdout and "commit" in first.stdout and first.stdout == second.stdout
     rows = [line.split("|")[1].strip() for line in first.stdout.splitlines() if line[:2] == "| "]
     assert rows == ["method", "plain", "prompt lookup", "DSpine", "copy", "DSpine + copy"]
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    log = tmp_path / "log.jsonl"
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     assert len(records) == 4
     tokens = [{name: r["tokens"] for name, r in x["records"].items()} for x in records]
     for t in tokens:
         assert all(t[name] == t["plain"] for name in t), t
+    (tmp_path / "sets" / "one.jsonl").write_text('{"prompt": "other"}\n', encoding="utf-8")
+    third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert third.returncode == 0, third.stderr
+    assert len(log.read_text(encoding="utf-8").splitlines()) == 7  # other prompts: measured anew
 
 
 # -------------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ from dspine import (DSpine, DSpineConfig, DraftOutput, alignment_beta, candidate
                     cosine_alignment, gather_blocks, generate, generate_plain, objective,
                     replacement_rate, sample_anchors, supervised_slots, teacher_distribution,
                     token_id_set)
-from generate import (USER_ERRORS, HelpFormatter, build_prompt, default_device, eos_ids,
-                      first_line, load_draft, load_target)
+from generate import (HelpFormatter, build_prompt, default_device, eos_ids, first_line, guarded,
+                      load_draft, load_target)
 
 # Openers that steer what the target asks; the empty one lets it choose, half of the time.
 OPENERS = (
@@ -140,6 +140,15 @@ def cut_loop(ids: list[int]) -> list[int]:
 def is_held_out(prompt: str) -> bool:
     """One prompt in twenty, chosen by its text, never trained on."""
     return hashlib.sha256(prompt.strip().lower().encode()).digest()[0] < 13
+
+
+def follow_own_distribution(target):
+    """Drop the penalties and filters of the target's generation_config, which generate() would
+    apply and dspine's loop does not; its end tokens stay."""
+    from transformers import GenerationConfig
+    old = target.generation_config
+    target.generation_config = GenerationConfig(eos_token_id=old.eos_token_id,
+                                                pad_token_id=old.pad_token_id)
 
 
 @torch.no_grad()
@@ -430,12 +439,17 @@ def fingerprint(target) -> str:
     return f"{type(target).__name__} {target.dtype} {weights.sum().item():.12g}"
 
 
+def softcap(target) -> float | None:
+    """The cap that Gemma puts on its logits; None elsewhere."""
+    return getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+
+
 @torch.no_grad()
-def check_head(target, ids: list[int], softcap: float | None):
+def check_head(target):
     """ValueError where the target's logits are not head . last hidden state: P would be wrong."""
-    ids = torch.tensor([ids[:8]], device=target.device)
+    ids = torch.arange(8, device=target.device)[None]
     last = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
-    found = teacher_distribution(last, target.get_output_embeddings().weight, softcap)
+    found = teacher_distribution(last, target.get_output_embeddings().weight, softcap(target))
     true = target(input_ids=ids, use_cache=False).logits[0].float().softmax(-1)
     if (difference := float((found - true).abs().sum(-1).mean())) > 0.05:
         raise ValueError(f"{type(target).__name__} scales or shifts its logits beside the head "
@@ -501,8 +515,7 @@ class Trainer:
                                    out / f"states{self.rank}", args.cache_gb)
         self.embed = target.get_input_embeddings().weight.detach()
         self.head = target.get_output_embeddings().weight.detach()
-        self.softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-        check_head(target, rows[0]["ids"], self.softcap)
+        self.softcap = softcap(target)
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.0)
         self.step = self.tokens = 0
@@ -898,6 +911,7 @@ def make_draft(args, target, tokenizer) -> DSpine:
     ValueError.
     """
     torch.manual_seed(args.seed)
+    check_head(target)
     if args.init in ("target", "random"):
         mask = args.mask_token
         if mask is None:
@@ -968,6 +982,7 @@ def run(args) -> int:
     device, main = join_processes(args.device)
     dtype = args.dtype and getattr(torch, args.dtype)
     target, tokenizer = load_target(args.target, dtype, device)
+    follow_own_distribution(target)
     draft = make_draft(args, target, tokenizer)
 
     path = out / "corpus.jsonl"
@@ -993,15 +1008,9 @@ def run(args) -> int:
 
 
 def main(argv=None) -> int:
-    args = parse_args(argv)
     try:
-        return run(args)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        print(f"train_small.py: {first_line(error)}", file=sys.stderr)
-        return 1
+        return guarded("train_small.py", run, parse_args(argv),
+                       "stopped; the same command goes on from the last checkpoint")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

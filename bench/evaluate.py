@@ -24,10 +24,10 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from dspine import Statistics  # noqa: E402
-from generate import (DEFAULT_DRAFT, USER_ERRORS, HelpFormatter, build_prompt,  # noqa: E402
-                      default_device, eos_ids, first_line, load_draft, load_target, note)
+from generate import (DEFAULT_DRAFT, HelpFormatter, build_prompt, default_device,  # noqa: E402
+                      eos_ids, guarded, load_draft, load_target)
 from train_small import (decode_in_turn, decoding_methods, fingerprint,  # noqa: E402
-                         read_prompts, read_rows, summarise, write_rows)
+                         follow_own_distribution, read_prompts, read_rows, summarise, write_rows)
 
 METHODS = ("plain", "transformers", "prompt lookup", "DSpine", "copy", "DSpine + copy")
 
@@ -103,7 +103,8 @@ def conditions(target, args) -> str:
 
 def print_table(title: str, tables: dict):
     """Rows: methods. Columns: acceptance length of each set, then the averages over sets."""
-    columns = ["method", *tables, "mean acceptance", "tokens/s", "x plain", "repetition"]
+    first = next(iter(next(iter(tables.values()))))  # what ratios refer to
+    columns = ["method", *tables, "mean acceptance", "tokens/s", f"x {first}", "repetition"]
     print(f"\n{title}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name in next(iter(tables.values())):
         rows = [table[name] for table in tables.values()]
@@ -153,6 +154,7 @@ def run(args) -> int:
     if not draft_file.is_file():
         raise ValueError(f"--draft {args.draft}: no folder with a draft")
     target, tokenizer = load_target(args.target, getattr(torch, args.dtype), device)
+    follow_own_distribution(target)
     draft, eos = load_draft(args.draft, target), eos_ids(target, tokenizer)
     settings = target, eos, args.max_new_tokens, args.temperature
     methods = decoding_methods(target, draft, *settings[1:])
@@ -183,17 +185,5 @@ def run(args) -> int:
     return 0
 
 
-def main(argv=None) -> int:
-    args = parse_args(argv)
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        note("stopped; the same command goes on")
-        return 130
-    except USER_ERRORS as error:
-        note(f"evaluate.py: {first_line(error)}")
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded("evaluate.py", run, parse_args(), "stopped; the same command goes on"))

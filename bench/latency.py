@@ -1,11 +1,12 @@
-"""Latency of the parts of a draft step, and of the serial heads that the transition cache replaces.
+"""Latency of the parts of a draft step and of the serial heads the transition cache replaces.
 
     python bench/latency.py                          # both sizes; CPU, and CUDA if there is one
     python bench/latency.py --sizes default --dtype float32 --json runs/latency.json
 
 Random weights. All rows of a table are timed in turn, again and again, and a row's figure is its
-median: a slow minute then hits every row alike. On CUDA each row is one CUDA graph, timed by events
-after a write that empties the second-level cache, as the rest of a step would.
+median: a slow minute then hits every row alike. Before each call a write empties the caches, as
+the rest of a step would; without it a row would gain from what the one before it read. On CUDA
+each row is one CUDA graph, timed by events.
 
 Rows of one draft step with one request (kernels.py on CUDA, PyTorch on a CPU):
 
@@ -270,14 +271,14 @@ def graph(function: Callable) -> Callable:
     return captured.replay
 
 
-def clock(function: Callable, device, flush: torch.Tensor | None) -> float:
-    """Milliseconds of one call."""
+def clock(function: Callable, device, flush: torch.Tensor) -> float:
+    """Milliseconds of one call, from cold caches: `flush` is written before it."""
+    flush.zero_()
     if device.type != "cuda":
         began = time.perf_counter()
         function()
         return (time.perf_counter() - began) * 1e3
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
     begin.record()
     function()
     end.record()
@@ -288,9 +289,9 @@ def clock(function: Callable, device, flush: torch.Tensor | None) -> float:
 @torch.no_grad()
 def medians(rows: dict[str, Callable], device, repeats: int, seconds: float) -> dict[str, float]:
     """Interleaved, after warm-up: at least 5 rounds, then until `repeats` or `seconds`."""
-    flush, captured = None, dict(rows)
+    captured = dict(rows)
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
     if device.type == "cuda":
-        flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
         for name in rows:
             if not name.startswith("acceptance"):  # which ends on the host
                 try:
