@@ -459,6 +459,7 @@ class DraftState:
     """
     embed: torch.Tensor                # [V, H] the target's, on the draft's device, in its dtype
     lm_head: torch.Tensor              # [V, H]
+    draft_head: torch.Tensor           # its rows that may be proposed, all without a draft_vocab
     keys_values: list | None = None    # a layer: k, v [1, kv_heads, S, D]
     length: int = 0                    # S
 
@@ -479,6 +480,7 @@ class DSpine(nn.Module):
         # what the slim checkpoint stores in place of the codes (see set_transfer_space)
         # plain attributes, so that they stay float32 when the draft is cast
         self.transfer_mean = self.transfer_directions = None                # [H], [H, r]
+        self.register_buffer("draft_vocab", None)                           # see set_draft_vocab
         self.inv_freq, self.rope_scale = rope_frequencies(c)
         self.kernels, self._message_space = "off", None  # see use_kernels
 
@@ -520,6 +522,27 @@ class DSpine(nn.Module):
         self.transfer_codes.copy_(token_codes(lm_head.detach(), self.transfer_mean.to(device),
                                               self.transfer_directions.to(device)))
         self.transfer_ready.fill_(True)
+
+    def set_draft_vocab(self, ids: torch.Tensor):
+        """Propose these tokens only, ids [V'], as EAGLE-3 does: a departure, for small targets.
+
+        There the head costs as much as the backbone. The target still chooses among all V, so
+        decoding stays lossless. ValueError where ids repeat, leave 0 .. V-1 or are fewer than K.
+        """
+        V, K, ids = self.config.vocab_size, self.config.top_k, ids.flatten().sort().values
+        if len(ids) < K or len(ids.unique()) < len(ids) or not 0 <= ids[0] <= ids[-1] < V:
+            raise ValueError(f"a draft vocabulary needs at least top_k = {K} distinct token ids "
+                             f"in 0 .. {V - 1}")
+        self.draft_vocab = ids.to(self.fc.weight.device, torch.long)
+
+    def draft_head(self, lm_head: torch.Tensor) -> torch.Tensor:
+        """The rows of lm_head [V, H] that may be proposed: [V', H], all where V' = V."""
+        return lm_head if self.draft_vocab is None else lm_head[self.draft_vocab]
+
+    def candidates(self, hidden, draft_head) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and token ids [.., K] of the likeliest tokens: hidden [.., H]."""
+        scores, ids = F.linear(hidden, draft_head).topk(self.config.top_k, dim=-1)
+        return scores, ids if self.draft_vocab is None else self.draft_vocab[ids]
 
     def code(self, ids: torch.Tensor) -> torch.Tensor:
         """sqrt(r) e(v) for ids [..] -> [.., r]: the feature a decided token sends."""
@@ -666,8 +689,9 @@ class DSpine(nn.Module):
             raise ValueError("the draft's token codes are not set: build it with "
                              "DSpine.for_target or DSpine.from_pretrained")
         modules = target.get_input_embeddings(), target.get_output_embeddings()
-        return DraftState(*(m.weight.detach().to(self.fc.weight.device, self.fc.weight.dtype)
-                            for m in modules))
+        embed, lm_head = (m.weight.detach().to(self.fc.weight.device, self.fc.weight.dtype)
+                          for m in modules)
+        return DraftState(embed, lm_head, self.draft_head(lm_head))
 
     def extend_context(self, state: DraftState, context_states: torch.Tensor):
         """Append the taps [s, n*H] of newly accepted positions to the context."""
@@ -700,7 +724,7 @@ class DSpine(nn.Module):
             block_mask(start, state.length, B, causal), self.code(inputs[..., 0]))
         slots = slice(1, length + 1)
         hidden, pre = out.hidden_states[0, 0, slots], out.pre_injection[0, 0, slots]  # [T, H]
-        scores, candidate_ids = F.linear(hidden, state.lm_head).topk(c.top_k, dim=-1)  # [T, K]
+        scores, candidate_ids = self.candidates(hidden, state.draft_head)   # [T, K]
         if not scores.isfinite().all():
             raise FloatingPointError("the draft's scores are not finite (float16 overflow?): "
                                      "use bfloat16 or float32")
@@ -722,9 +746,12 @@ class DSpine(nn.Module):
         """Write config.json and model.safetensors; each to a temporary name first, then renamed.
 
         slim leaves out transfer_codes [V, r] and stores the mean and directions they are rebuilt
-        from with the target's head at load: a few hundred kB instead of V*r numbers.
+        from with the target's head at load: a few hundred kB instead of V*r numbers. ValueError
+        for a slim draft without them, and for a published one with a draft vocabulary.
         """
         from safetensors.torch import save_file
+        if self.draft_vocab is not None and not slim:
+            raise ValueError("the published layout has no draft vocabulary: save it slim")
         tensors = {k: v.detach().contiguous() for k, v in self.state_dict().items()}
         if slim:
             if self.transfer_directions is None:
@@ -786,6 +813,8 @@ class DSpine(nn.Module):
             del shapes["transfer_codes"], shapes["transfer_ready"]
             shapes |= {"transfer_mean": (c.hidden_size,),
                        "transfer_directions": (c.hidden_size, c.transfer_rank)}
+            if "draft_vocab" in tensors:
+                shapes["draft_vocab"] = tensors["draft_vocab"].flatten().shape
         check_tensors(folder, tensors, shapes)
         draft.load_state_dict(tensors, strict=False, assign=True)
         if slim:
@@ -793,6 +822,8 @@ class DSpine(nn.Module):
             draft.transfer_ready = torch.tensor(False)
             draft.set_transfer_space(target.get_output_embeddings().weight,
                                      tensors["transfer_mean"], tensors["transfer_directions"])
+            if "draft_vocab" in tensors:
+                draft.set_draft_vocab(tensors["draft_vocab"])
         elif not draft.transfer_ready:
             raise ValueError(f"{folder}: transfer_ready is false, the codes were never computed")
         draft.requires_grad_(False).eval()
@@ -875,22 +906,35 @@ def teacher_distribution(teacher, lm_head, softcap: float | None = None) -> torc
     return (softcap * torch.tanh(logits / softcap) if softcap else logits).softmax(-1)
 
 
-def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig, softcap=None):
+def columns(labels, vocab) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where labels [tokens] stand in the draft vocabulary [V'] (ascending), and whether they do."""
+    if vocab is None:
+        return labels, torch.ones_like(labels, dtype=torch.bool)
+    at = torch.searchsorted(vocab, labels).clamp_(max=len(vocab) - 1)
+    return at, vocab[at] == labels
+
+
+def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig, softcap=None,
+                      vocab=None):
     """The four terms that look at logits, a value a token: [4, tokens]; candidates [tokens, K].
 
         Q = softmax(W hidden), P = softmax(W teacher), y = label
         ce  = -log Q(y)
-        l1  = sum_v |Q(v) - P(v)|                                               (= 2 TV)
+        l1  = sum_v |Q(v) - P(v)| = 2 sum_v max(Q(v) - P(v), 0)                 (= 2 TV)
         candidates = top-K of Q (no gradient through the choice)
         ce', l1': see candidate_losses
 
-    hidden, refined, teacher [tokens, H], labels [tokens].
+    hidden, refined, teacher [tokens, H], labels [tokens]. With a draft vocabulary [V'] Q is zero
+    elsewhere; P is not, and ce is 0 where y can not be proposed.
     """
-    log_q = F.linear(hidden, lm_head).float().log_softmax(-1)               # [tokens, V]
+    head = lm_head if vocab is None else lm_head[vocab]
+    log_q = F.linear(hidden, head).float().log_softmax(-1)                  # [tokens, V']
     p = teacher_distribution(teacher, lm_head, softcap)                     # [tokens, V]
-    ce = -log_q.gather(-1, labels[:, None])[:, 0]
-    l1 = (log_q.exp() - p).abs().sum(-1)
+    at, known = columns(labels, vocab)
+    ce = -log_q.gather(-1, at[:, None])[:, 0] * known
+    l1 = 2 * (log_q.exp() - (p if vocab is None else p[:, vocab])).clamp_min(0).sum(-1)
     candidates = log_q.detach().topk(c.top_k, dim=-1).indices               # [tokens, K]
+    candidates = candidates if vocab is None else vocab[candidates]
     p = p.gather(-1, candidates)
     ce2, l12 = candidate_losses(refined, labels, candidates, p, lm_head, c)
     return torch.stack((ce, l1, ce2, l12)), candidates
@@ -912,7 +956,7 @@ def candidate_losses(refined, labels, candidates, p, lm_head, c: DSpineConfig):
 
 
 def chunked_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap,
-                   chunk):
+                   chunk, vocab=None):
     """a ce + (1-a) l1 + a ce' + (1-a) l1' summed with `weights` [tokens]; the sums; candidates.
 
     Plain twin of train_small's fused one. teacher [U, H] holds each target position once, index
@@ -923,7 +967,7 @@ def chunked_losses(hidden, refined, labels, weights, teacher, index, lm_head, c,
     for part in torch.arange(len(labels), device=labels.device).split(chunk):
         losses, top = checkpoint(
             vocabulary_losses, hidden[part], refined[part], labels[part], teacher[index[part]],
-            lm_head, c, softcap, use_reentrant=False)
+            lm_head, c, softcap, vocab, use_reentrant=False)
         sums = sums + losses @ weights[part]                                # [4]
         candidates.append(top)
     return sums @ sums.new_tensor([a, 1 - a, a, 1 - a]), sums.detach(), torch.cat(candidates)
@@ -966,7 +1010,8 @@ def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, t
     position, index = before[keep].unique_consecutive(return_inverse=True)
     loss, (ce, l1, ce2, l12), candidates = losses(
         pick(out.hidden_states[..., 1:, :]), refined, labels, w / w.sum(),
-        teacher_hidden.flatten(0, 1)[position], index, lm_head, c, a, softcap, chunk)
+        teacher_hidden.flatten(0, 1)[position], index, lm_head, c, a, softcap, chunk,
+        draft.draft_vocab)
     features = torch.stack([pick(f[..., 1:, :]) for f in out.layer_features])  # [L, tokens, r]
     align = alignment(features, labels, draft.transfer_codes) @ (w / w.sum())  # [L]
     loss = loss + beta * ce * align.sum()                                   # ce has no gradient

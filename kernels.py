@@ -762,7 +762,7 @@ class GraphedDraft:
         c, N, weight = draft.config, requests, draft.fc.weight
         self.draft, self.config, self.capture = draft, c, capture
         first = draft.start(target)
-        self.embed, self.lm_head = first.embed, first.lm_head
+        self.embed, self.lm_head, self.draft_head = first.embed, first.lm_head, first.draft_head
         draft.inv_freq = draft.inv_freq.to(weight.device)  # a copy from the host is no part of it
         new = lambda *shape, like=weight: torch.zeros(shape, dtype=like.dtype, device=weight.device)
         ids = torch.zeros(0, dtype=torch.long)
@@ -808,7 +808,7 @@ class GraphedDraft:
             [(k[:, :, :bucket], v[:, :, :bucket]) for k, v in self.keys_values],
             dspine.block_mask(anchors, bucket, B), draft.code(inputs[..., 0]))
         hidden, pre = out.hidden_states[:, 0, 1:], out.pre_injection[:, 0, 1:]  # [N, T, H]
-        scores, candidate_ids = F.linear(hidden, self.lm_head).topk(c.top_k, dim=-1)
+        scores, candidate_ids = draft.candidates(hidden, self.draft_head)
         cache = ops.transition_cache(draft, pre, candidate_ids, self.anchor_ids, self.lm_head)
         if sample:  # a buffer, unlike an argument, may change from replay to replay
             cache = cache / self.temperature

@@ -102,10 +102,15 @@ def config_for(target, **overrides):
     return DSpineConfig.for_target(target, **sizes | overrides)
 
 
-def random_draft(target, seed=0, **overrides):
-    """A draft for `target` in which every term of the method does something."""
+def random_draft(target, seed=0, draft_vocab=0, **overrides):
+    """A draft for `target` in which every term of the method does something.
+
+    draft_vocab: how many tokens it may propose, scattered over the vocabulary; 0: all.
+    """
     torch.manual_seed(seed)
     draft = DSpine.for_target(config_for(target, **overrides), target)
+    if draft_vocab:
+        draft.set_draft_vocab(torch.randperm(draft.config.vocab_size)[:draft_vocab])
     with torch.no_grad():
         for name, p in draft.named_parameters():
             p += torch.randn_like(p) * 0.3
@@ -389,7 +394,8 @@ def test_transition_cache_equals_sequential_refinement(temperature):
         assert previous == candidates[t, rows[t]]
 
 
-@pytest.mark.parametrize("overrides", [{}, dict(attention="bidirectional", select="argmax")])
+@pytest.mark.parametrize("overrides", [
+    {}, dict(attention="bidirectional", select="argmax"), dict(draft_vocab=30)])
 def test_incremental_drafting_equals_a_fresh_step_and_the_training_forward(overrides):
     """T02 too: the same prefix gives the same proposal however the context came in."""
     target = tiny()
@@ -405,9 +411,13 @@ def test_incremental_drafting_equals_a_fresh_step_and_the_training_forward(overr
         fresh = draft.propose(draft.start(target), states[0, :p], int(ids[0, p]), 5)
         anchors = torch.tensor([[p]])
         out = draft(dspine.gather_blocks(ids, anchors, 6), states, anchors, embed)
-        scores, candidates = F.linear(out.hidden_states[0, 0, 1:], head).topk(4)
+        scores = F.linear(out.hidden_states[0, 0, 1:], head)
+        if draft.draft_vocab is not None:
+            scores.scatter_add_(1, draft.draft_vocab.expand(5, -1), torch.full((5, 30), 1e3))
+            scores -= 1e3
+        scores, candidates = scores.topk(4)
         table = draft.transition_cache(out.pre_injection[0, 0, 1:], candidates, ids[0, p], head)
-        if overrides:
+        if draft.config.select == "argmax":
             table = scores[:, None].expand(-1, 4, -1)
         tokens, _, probs = dspine.select_path(table, candidates)
         for other in (fresh, Proposal(tokens, candidates, probs)):
@@ -570,7 +580,7 @@ def test_targets_that_can_not_roll_back_are_refused(family):
 
 @pytest.mark.parametrize("overrides", [
     {}, dict(top_k=1), dict(block_size=2), dict(inject="none"), dict(inject="last"),
-    dict(attention="bidirectional", inject="none", select="argmax")])
+    dict(attention="bidirectional", inject="none", select="argmax"), dict(draft_vocab=20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_real_draft_is_lossless(overrides, dtype):
     """C21 (K = 1, block 2), the ablations, and a draft of another dtype than the target's."""
@@ -866,13 +876,14 @@ def test_verification_by_hand():
         assert dspine.verify_sampled(p[:2], same, torch.tensor([u, 0.0]))[0] == 1
 
 
-@pytest.mark.parametrize("filters", [dict(temperature=1.0), dict(temperature=0.7, top_k=3)])
-def test_sampling_end_to_end(filters):
+@pytest.mark.parametrize("filters, draft_vocab", [
+    (dict(temperature=1.0), 0), (dict(temperature=0.7, top_k=3), 0), (dict(temperature=1.0), 3)])
+def test_sampling_end_to_end(filters, draft_vocab):
     """C23, C24 through the loop: chi-square of three tokens (prefill, proposed, bonus)."""
     sizes = dict(vocab_size=5, num_hidden_layers=2, initializer_range=0.2)
     target, ids, draws = tiny(**sizes), prompt(4, vocab=5), 1000
     draft = random_draft(target, target_layer_ids=[0], num_hidden_layers=1, block_size=3,
-                         mask_token_id=4, transfer_rank=3, top_k=3)
+                         mask_token_id=4, transfer_rank=3, top_k=3, draft_vocab=draft_vocab)
     g = torch.Generator().manual_seed(0)
     counts, accepted = torch.zeros(5, 5, 5), set()
     for _ in range(draws):
@@ -1155,6 +1166,22 @@ def test_slim_checkpoint_rebuilds_the_codes(tmp_path):
         DSpine.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="slim"):
         golden("a")[0].save_pretrained(tmp_path / "third", slim=True)
+
+
+def test_draft_vocabulary_is_kept_slim_and_refused_by_the_published_layout(tmp_path):
+    target = tiny()
+    draft = random_draft(target, draft_vocab=40).bfloat16()
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        draft.save_pretrained(tmp_path / "published")
+    assert not (tmp_path / "published").exists()
+    draft.save_pretrained(tmp_path, slim=True)
+    again = DSpine.from_pretrained(tmp_path, target)
+    assert again.draft_vocab.tolist() == sorted(draft.draft_vocab.tolist())
+    tensors = load_file(tmp_path / "model.safetensors")
+    for ids in ([1, 2, 3], [1, 2, 3, 3, 4], [0, 1, 2, VOCAB], [-1, 0, 1, 2]):
+        save_file({**tensors, "draft_vocab": torch.tensor(ids)}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="at least top_k = 4 distinct token ids"):
+            DSpine.from_pretrained(tmp_path, target)
 
 
 def test_codes_in_a_second_file_and_a_nested_config(tmp_path):
@@ -1753,8 +1780,8 @@ def test_loss_of_a_block_ignores_features_from_its_anchor_on(small, tmp_path):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_fused_losses_equal_the_plain_ones(softcap, compiled):
+@pytest.mark.parametrize("softcap, vocabulary", [(None, 0), (5.0, 0), (None, 300)])
+def test_fused_losses_equal_the_plain_ones(softcap, vocabulary, compiled):
     """Values, gradients, candidates of the hand-written pass; chunks cut through positions."""
     if compiled and not training.use_compiler("cpu"):
         pytest.skip("no C++ compiler")
@@ -1765,14 +1792,41 @@ def test_fused_losses_equal_the_plain_ones(softcap, compiled):
     lm_head, teacher = torch.randn(1024, 24), torch.randn(9, 24) * 0.5
     index = torch.randint(9, (37,)).sort().values.unique_consecutive(return_inverse=True)[1]
     labels, w = torch.randint(1024, (37,)), torch.rand(37)
+    vocab = torch.randperm(1024)[:vocabulary].sort().values if vocabulary else None
     run = lambda f, chunk: f(hidden, refined, labels, w, teacher, index, lm_head, c, 0.3, softcap,
-                             chunk)
+                             chunk, vocab)
     a, sums_a, top_a = run(dspine.chunked_losses, 37)
     b, sums_b, top_b = run(training.fused_losses, 8)
     torch.testing.assert_close((b, sums_b, top_b), (a, sums_a, top_a), atol=1e-4, rtol=1e-5)
     gradients = [torch.autograd.grad(loss, (hidden, refined)) for loss in (a, b)]
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-4, rtol=1e-4)
     training._vocabulary_pass = training.vocabulary_pass
+
+
+def test_losses_with_a_draft_vocabulary_are_those_of_a_masked_head():
+    """Equal to a head that gives the other tokens no mass; their ce alone is left out."""
+    torch.manual_seed(0)
+    raw = (GOLDEN / "golden_a" / "config.json").read_text(encoding="utf-8")
+    c = dspine.DSpineConfig.from_dict(json.loads(raw))
+    hidden, refined, teacher = (torch.randn(50, 24) for _ in range(3))
+    lm_head, labels = torch.randn(1024, 24), torch.randint(1024, (50,))
+    vocab = torch.randperm(1024)[:600].sort().values
+    found, candidates = dspine.vocabulary_losses(hidden, refined, labels, teacher, lm_head, c,
+                                                 vocab=vocab)
+    mask = torch.full((1024,), -torch.inf).index_fill_(0, vocab, 0.0)
+    q, p = (hidden @ lm_head.T + mask).softmax(-1), (teacher @ lm_head.T).softmax(-1)
+    known = torch.isin(labels, vocab)
+    assert 0 < known.sum() < 50 and torch.isin(candidates, vocab).all()
+    ce = torch.where(known, -q[torch.arange(50), labels].log(), 0.0)
+    torch.testing.assert_close(found[:2], torch.stack((ce, (q - p).abs().sum(-1))))
+    assert torch.equal(candidates, q.topk(c.top_k).indices)
+
+
+def test_frequent_tokens_are_counted_in_answers_alone():
+    rows = [{"ids": [9, 9, 9, 9, 5, 5, 7], "prompt_length": 4},
+            {"ids": [9, 3, 5, 3], "prompt_length": 1}]
+    assert training.frequent_tokens(rows, 3, 12).tolist() == [5, 3, 7]
+    assert len(training.frequent_tokens(rows, 10, 12).unique()) == 10
 
 
 def test_grouped_top_k_is_exact():
@@ -2001,12 +2055,14 @@ def run_training(small, text_file, out, launcher=(), flags=()):
 
 def test_training_end_to_end(small, text_file, tmp_path, capsys):
     """Nothing in, a draft out that generate.py loads; the second run skips what is there."""
-    done = run_training(small, text_file, tmp_path)
+    flags = "--slim", "--draft-vocab", "60"
+    done = run_training(small, text_file, tmp_path, flags=flags)
     assert "temperature 1" in done.stdout
     assert "rows cut where they loop" in done.stderr + done.stdout
     rows = training.read_rows(tmp_path / "corpus.jsonl")
     assert any(r["held_out"] for r in rows)
     assert {r["temperature"] > 0 for r in rows} == {True, False}
+    assert len(load_file(tmp_path / "model.safetensors")["draft_vocab"]) == 60
     args = flags_for(small, tmp_path)
     assert program.main([*args, "--compare", "--max-new-tokens", "12"]) == 0
     assert "equal to plain" in capsys.readouterr().out
@@ -2014,7 +2070,7 @@ def test_training_end_to_end(small, text_file, tmp_path, capsys):
     assert not any("embed" in k or "lm_head" in k for k in names)  # T10: the draft's own alone
     state = lambda: [(tmp_path / name).read_bytes() for name in ("corpus.jsonl", "log.jsonl")]
     before = state()
-    run_training(small, text_file, tmp_path)
+    run_training(small, text_file, tmp_path, flags=flags)
     assert before == state()
 
 
@@ -2410,7 +2466,7 @@ def prepared(draft, S=9):
     """A draft and the state that a target of random embeddings would give it."""
     c, dtype = draft.config, draft.fc.weight.dtype
     embed, head = torch.randn(2, c.vocab_size, c.hidden_size, device=DEVICE).to(dtype)
-    state = dspine.DraftState(embed, head)
+    state = dspine.DraftState(embed, head, head)
     if S:
         draft.extend_context(state, torch.randn(S, draft.fc.in_features, device=DEVICE).to(dtype))
     return state
@@ -2477,11 +2533,14 @@ def test_kernels_import_without_a_gpu_or_triton(block):                     # E0
 def test_graphed_kernel_steps_equal_plain_steps(temperature):
     """Steps of 1 .. B new positions over bucket borders, a short block, two requests in turn."""
     draft = kernel_draft(B=6, K=4).to(DEVICE)
+    if temperature:
+        draft.set_draft_vocab(torch.arange(0, draft.config.vocab_size, 3))
     states = [prepared(draft, S) for S in (9, 40)]
     graphed = kernels.GraphedDraft(draft, Target(draft, states[0]), max_context=60, capture=ON_GPU)
     graphed.buckets = [16, 32, 60]
     for state in states:
         state.embed, state.lm_head = graphed.embed, graphed.lm_head
+        state.draft_head = graphed.draft_head
     pairs = [(copy.copy(state), state) for state in states]
     generators = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
     replayed, replay = [], graphed.replay
@@ -2507,6 +2566,7 @@ def test_graphed_kernel_step_of_several_requests():
     taps, counts = torch.randn(2, 3, draft.fc.in_features, device=DEVICE), [1, 3]
     for i, state in enumerate(states):
         state.embed, state.lm_head = graphed.embed, graphed.lm_head
+        state.draft_head = graphed.draft_head
         graphed.load(i, state)
     got = graphed.step(taps, [5, 12], counts, [8, 9])
     for i, state in enumerate(states):

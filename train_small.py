@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from dspine import (DSpine, DSpineConfig, DraftOutput, alignment_beta, candidate_losses, collect,
-                    cosine_alignment, gather_blocks, generate, generate_plain, objective,
+                    columns, cosine_alignment, gather_blocks, generate, generate_plain, objective,
                     replacement_rate, sample_anchors, supervised_slots, teacher_distribution,
                     token_id_set)
 from generate import (HelpFormatter, build_prompt, default_device, eos_ids, first_line, guarded,
@@ -289,7 +289,7 @@ def top_k_grouped(x: torch.Tensor, k: int, group: int = 256) -> torch.Tensor:
     return best.gather(1, top // group) * group + top % group
 
 
-def vocabulary_pass(logits, p, index, labels, weights, a):
+def vocabulary_pass(logits, p, index, labels, known, weights, a):
     """ce, l1 [C] and their gradient at the logits [C, V], in few passes a compiler can fuse.
 
         A  = sum of Q where Q > P
@@ -297,7 +297,8 @@ def vocabulary_pass(logits, p, index, labels, weights, a):
         d (a ce + (1-a) l1) / d logits = a (Q - onehot(y)) + 2 (1-a) Q ([Q > P] - A)
 
     The onehot part is left to the caller. p [U, V] holds each target position once, index [C]
-    points into it; the gradient is multiplied by weights [C].
+    points into it; the gradient is multiplied by weights [C]. Tokens not `known` [C], whose label
+    can not be proposed, have no ce.
     """
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
@@ -308,8 +309,8 @@ def vocabulary_pass(logits, p, index, labels, weights, a):
     over = q > p
     A = (q * over).sum(-1)
     l1 = 2 * (A - (p * over).sum(-1))
-    ce = (z.log() + top - logits.gather(1, labels[:, None]))[:, 0]
-    grad = q * ((a - 2 * (1 - a) * A)[:, None] + over * (2 * (1 - a))) * weights[:, None]
+    ce = (z.log() + top - logits.gather(1, labels[:, None]))[:, 0] * known
+    grad = q * ((a * known - 2 * (1 - a) * A)[:, None] + over * (2 * (1 - a))) * weights[:, None]
     return ce, l1, grad
 
 
@@ -326,7 +327,7 @@ def use_compiler(device: str) -> bool:
     compiled = torch.compile(vocabulary_pass, dynamic=True)
     try:
         x, i = torch.randn(3, 64, device=device), torch.arange(3, device=device)
-        compiled(x, x.softmax(-1), i, i, torch.ones(3, device=device),
+        compiled(x, x.softmax(-1), i, i, i > 0, torch.ones(3, device=device),
                  torch.tensor(0.5, device=device))
     except Exception as error:  # no working compiler, no Triton: many types
         tqdm.write(f"torch.compile is not usable here ({type(error).__name__}): "
@@ -340,20 +341,24 @@ class _FusedVocabulary(torch.autograd.Function):
     """ce and l1 against the whole vocabulary, `chunk` tokens at a time, gradient included."""
 
     @staticmethod
-    def forward(ctx, hidden, labels, weights, teacher, index, lm_head, a, k, softcap, chunk):
+    def forward(ctx, hidden, labels, weights, teacher, index, lm_head, vocab, a, k, softcap,
+                chunk):
         hidden, outputs = hidden.to(lm_head.dtype), []
-        at = torch.tensor(a, device=hidden.device)
+        head = lm_head if vocab is None else lm_head[vocab]                 # [V', H]
+        (labels, known), at = columns(labels, vocab), torch.tensor(a, device=hidden.device)
         for part in torch.arange(len(labels), device=labels.device).split(chunk):
-            y, w = labels[part], weights[part]
+            y, yes, w = labels[part], known[part], weights[part]
             low, high = index[part[0]], index[part[-1]]
             here = index[part] - low
             p = teacher_distribution(teacher[low:high + 1], lm_head, softcap)  # a position once
-            logits = F.linear(hidden[part], lm_head)                        # [C, V]
-            ce, l1, grad = _vocabulary_pass(logits, p, here, y, w, at)
-            grad = grad.to(lm_head.dtype) @ lm_head - (a * w)[:, None] * lm_head[y]  # [C, H]
+            p = p if vocab is None else p[:, vocab]
+            logits = F.linear(hidden[part], head)                           # [C, V']
+            ce, l1, grad = _vocabulary_pass(logits, p, here, y, yes, w, at)
+            grad = grad.to(head.dtype) @ head - (a * w * yes)[:, None] * head[y]  # [C, H]
             top = top_k_grouped(logits, k)                                  # [C, K]
             outputs.append((grad, ce, l1, top, p[here[:, None], top]))
         gradient, ce, l1, candidates, p = (torch.cat(x) for x in zip(*outputs))
+        candidates = candidates if vocab is None else vocab[candidates]
         ctx.save_for_backward(gradient)
         sums = torch.stack((ce @ weights, l1 @ weights))
         ctx.mark_non_differentiable(sums, candidates, p)
@@ -361,14 +366,15 @@ class _FusedVocabulary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        return ctx.saved_tensors[0] * grad, *[None] * 9
+        return ctx.saved_tensors[0] * grad, *[None] * 10
 
 
-def fused_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap, chunk):
+def fused_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap, chunk,
+                 vocab=None):
     """Values and gradients of dspine.chunked_losses; the logits' gradient is written by hand."""
     with torch.autocast(hidden.device.type, enabled=False):
         loss, sums, candidates, p = _FusedVocabulary.apply(
-            hidden, labels, weights, teacher.to(lm_head.dtype), index, lm_head, a, c.top_k,
+            hidden, labels, weights, teacher.to(lm_head.dtype), index, lm_head, vocab, a, c.top_k,
             softcap, chunk)
         ce, l1 = candidate_losses(refined, labels, candidates, p, lm_head, c)
     ce, l1 = ce @ weights, l1 @ weights
@@ -454,6 +460,13 @@ def check_head(target):
     if (difference := float((found - true).abs().sum(-1).mean())) > 0.05:
         raise ValueError(f"{type(target).__name__} scales or shifts its logits beside the head "
                          f"(L1 distance {difference:.2f}): training does not support that")
+
+
+def frequent_tokens(rows: list[dict], count: int, vocab_size: int) -> torch.Tensor:
+    """The `count` token ids that answers hold most often, a draft vocabulary."""
+    answers = [torch.tensor(r["ids"][r["prompt_length"]:], dtype=torch.long) for r in rows]
+    return torch.cat(answers).bincount(minlength=vocab_size).argsort(
+        descending=True, stable=True)[:count]
 
 
 class TargetStates:
@@ -841,6 +854,8 @@ def add_training_options(p: argparse.ArgumentParser):
     add("--rank", type=int, default=256, help="r, rank of the transfer space")
     add("--message", type=int, default=192, help="m, message size")
     add("--top-k", type=int, default=16, help="K, candidates a position")
+    add("--draft-vocab", type=int, default=0, help="propose only the N tokens that answers hold "
+        "most often: faster for small targets, needs --slim; 0: all")
     add("--mask-token", type=int, help="id of the mask token (default: the target's last special "
         "token that is not in use)")
     add("--inject", choices=("every", "last", "none"), default="every",
@@ -879,12 +894,16 @@ def check_args(args: argparse.Namespace):
     """
     bounds = dict.fromkeys(("corpus_tokens", "answer_tokens", "prompt_tokens", "rows",
                             "batch_rows", "micro_rows", "anchors", "chunk", "eval_tokens"), 1)
-    bounds |= dict.fromkeys(("steps", "tokens", "minutes", "eval_prompts", "lr", "warmup"), 0)
+    bounds |= dict.fromkeys(("steps", "tokens", "minutes", "eval_prompts", "lr", "warmup",
+                             "draft_vocab"), 0)
     bounds["ce_ramp"] = 1e-6
     for name, least in bounds.items():
         if not getattr(args, name) >= least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: "
                              f"must be at least {least}")
+    if args.draft_vocab and not args.slim:
+        raise ValueError(f"--draft-vocab {args.draft_vocab}: only the slim layout can hold one, "
+                         "add --slim")
     if args.prompts:
         read_prompts(args.prompts)
     if args.text:
@@ -993,6 +1012,8 @@ def run(args) -> int:
     usable = [r for r in rows if not r["held_out"] and answer_tokens([r]) >= 2]
     if not usable:
         raise ValueError(f"{path} holds no row with two answer tokens: nothing to train on")
+    if args.draft_vocab:
+        draft.set_draft_vocab(frequent_tokens(usable, args.draft_vocab, draft.config.vocab_size))
 
     if not args.no_compile:
         use_compiler(device)

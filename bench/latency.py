@@ -137,7 +137,7 @@ def draft_rows(draft: DSpine, context: int, kernels: str) -> dict[str, Callable]
     draft.use_kernels(kernels)
     ops = operations(kernels, weight)
     embed, lm_head = new(V, H), new(V, H).mul_(0.02)
-    state = DraftState(embed, lm_head)
+    state = DraftState(embed, lm_head, lm_head)
     draft.extend_context(state, new(context, draft.fc.in_features))
     kept, token = state.keys_values, torch.tensor([5], device=weight.device)
     anchor, code = token[0], draft.code(token)[None]
