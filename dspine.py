@@ -907,7 +907,7 @@ def teacher_distribution(teacher, lm_head, softcap: float | None = None) -> torc
 
 
 def columns(labels, vocab) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where labels [tokens] stand in the draft vocabulary [V'] (ascending), and whether they do."""
+    """Where labels [tokens] stand in the draft vocabulary [V'], ascending, and whether they do."""
     if vocab is None:
         return labels, torch.ones_like(labels, dtype=torch.bool)
     at = torch.searchsorted(vocab, labels).clamp_(max=len(vocab) - 1)

@@ -1223,6 +1223,16 @@ def test_incomplete_folders_are_named(tmp_path):
         DSpine.from_pretrained(tmp_path)
 
 
+def test_a_cut_file_is_named(tmp_path):
+    """A download that broke off."""
+    random_draft(tiny()).save_pretrained(tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    for length in (0, 40, len(data) - 100):
+        (tmp_path / "model.safetensors").write_bytes(data[:length])
+        with pytest.raises(ValueError, match="not a complete safetensors file"):
+            DSpine.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("change, message", [
     (dict(hidden_size=40), "hidden_size is 32, the target's is 40"),
     (dict(vocab_size=98), "vocab_size is 97, the target's is 98"),
@@ -1318,6 +1328,10 @@ def test_custom_generate_honours_stopping_criteria_and_config():
     stats = decoder.statistics  # P01: the block was stopped behind its second token
     assert stats.new_tokens == 9 and stats.accept_lengths == [6, 2]
     assert stats.emitted_by == {"draft": 7, "copy": 0, "target": 2}
+    end = next(i for i in range(9, 13) if truth(target)[i] not in truth(target)[:i])
+    run(max_new_tokens=30, stopping_criteria=criteria, custom_generate=decoder,
+        eos_token_id=truth(target)[end])
+    assert decoder.statistics.finish_reason == "length"  # the end token lay behind the stop
     config = transformers.GenerationConfig(max_length=33, eos_token_id=truth(target)[11])
     with_config = target.generate(ids, generation_config=config,
                                   custom_generate=scripted(target, [4]).decoder(block_size=3))
@@ -2072,6 +2086,23 @@ def test_training_end_to_end(small, text_file, tmp_path, capsys):
     before = state()
     run_training(small, text_file, tmp_path, flags=flags)
     assert before == state()
+
+
+def test_training_script_for_a_gpu(small, text_file, tmp_path):
+    """bench/gpu_train.sh with its flags overridden: a target in pieces is joined, the draft cut."""
+    flags = [*TINY_RUN, "--target", str(small), "--text", str(text_file), "--init", "random",
+             "--draft-vocab", "60", "--batch-rows", "2", "--micro-rows", "1", "--minutes", "0",
+             "--no-progress"]
+    for i, piece in enumerate((b"GG", b"UF")):
+        (tmp_path / f"target.gguf.0{i}").write_bytes(piece)
+    done = subprocess.run(["bash", str(ROOT / "bench" / "gpu_train.sh"), str(tmp_path), *flags],
+                          capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PIECES": "2K"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "target.gguf").read_bytes() == b"GGUF"
+    pieces = sorted(tmp_path.glob("model.safetensors.*"))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    assert len(pieces) > 1 and b"".join(p.read_bytes() for p in pieces) == whole
 
 
 def test_two_processes_equal_one(small, text_file, tmp_path):

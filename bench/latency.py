@@ -12,7 +12,7 @@ Rows of one draft step with one request (kernels.py on CUDA, PyTorch on a CPU):
 
     backbone       the layers over anchor + T masks and the context's keys and values
     injections     all L of them, on the states the backbone left
-    head + top-k   the target's head over T positions, K candidates each
+    head + top-k   the target's head (default: its 8,192 rows) over T positions, K candidates each
     cache + path   transition cache and the walk through it: the tokens are chosen
     draft step     DSpine.propose (CUDA: GraphedDraft): the above, new context, the codes' look-up
 
@@ -57,6 +57,7 @@ SIZES = {
                       num_attention_heads=32, num_key_value_heads=8, head_dim=128,
                       transfer_rank=1024, message_size=512, top_k=16, block_size=16,
                       vocab_size=151936, num_target_layers=36)}
+DRAFT_VOCAB = 8192  # of the default draft; its serial heads score no more tokens either
 H200_BYTES = 4.8e12  # a second
 
 # -------------------------------------------------------------------------------------------------
@@ -79,6 +80,8 @@ def random_draft(size: str, device, dtype, **overrides) -> DSpine:
     draft.injection.bias.zero_()
     draft.transfer_codes.copy_(F.normalize(draft.transfer_codes.normal_(), dim=-1))
     draft.transfer_ready.fill_(True)
+    if size == "default":
+        draft.set_draft_vocab(torch.arange(min(DRAFT_VOCAB, config.vocab_size)))
     return draft
 
 
@@ -133,11 +136,11 @@ def draft_rows(draft: DSpine, context: int, kernels: str) -> dict[str, Callable]
     """name -> a function without arguments, on fixed inputs."""
     c, weight = draft.config, draft.fc.weight
     new = lambda *shape: torch.randn(shape, dtype=weight.dtype, device=weight.device)
-    B, H, T, V, L = c.block_size, c.hidden_size, c.block_size - 1, c.vocab_size, c.num_hidden_layers
+    B, H, T, L = c.block_size, c.hidden_size, c.block_size - 1, c.num_hidden_layers
     draft.use_kernels(kernels)
     ops = operations(kernels, weight)
-    embed, lm_head = new(V, H), new(V, H).mul_(0.02)
-    state = DraftState(embed, lm_head, lm_head)
+    embed, lm_head = new(c.vocab_size, H), new(c.vocab_size, H).mul_(0.02)
+    state = DraftState(embed, lm_head, draft.draft_head(lm_head))
     draft.extend_context(state, new(context, draft.fc.in_features))
     kept, token = state.keys_values, torch.tensor([5], device=weight.device)
     anchor, code = token[0], draft.code(token)[None]
@@ -159,9 +162,9 @@ def draft_rows(draft: DSpine, context: int, kernels: str) -> dict[str, Callable]
         return h
 
     pre, hidden = new(T, H), new(T, H)
-    logits = F.linear(hidden, lm_head)
-    candidate_ids = logits.topk(c.top_k, dim=-1).indices
-    first, second, gru_embed = (new(V, RANK).mul_(0.1) for _ in range(3))
+    logits, candidate_ids = (F.linear(hidden, state.draft_head),
+                             draft.candidates(hidden, state.draft_head)[1])
+    first, second, gru_embed = (new(logits.shape[1], RANK).mul_(0.1) for _ in range(3))
     cell = nn.GRUCell(RANK, RANK, device=weight.device, dtype=weight.dtype).requires_grad_(False)
 
     def path(table):
@@ -170,7 +173,7 @@ def draft_rows(draft: DSpine, context: int, kernels: str) -> dict[str, Callable]
     rows = {
         "backbone": backbone,
         "injections": injections,
-        "head + top-k": lambda: F.linear(hidden, lm_head).topk(c.top_k, dim=-1),
+        "head + top-k": lambda: draft.candidates(hidden, state.draft_head),
         "cache + path": path(lambda *a: ops.transition_cache(draft, *a))}
     if ops is Plain:
         rows["cache + path, message space"] = path(draft.message_space_cache)
