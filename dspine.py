@@ -736,7 +736,7 @@ class DSpine(nn.Module):
                                            top_k=top_k, top_p=top_p)
         return Proposal(tokens, candidate_ids, probs)
 
-    def decoder(self, block_size: int | None = None) -> "TransformersDecoder":
+    def decoder(self, block_size: int | str | None = None) -> "TransformersDecoder":
         """For transformers: target.generate(**inputs, custom_generate=draft.decoder())."""
         return TransformersDecoder(self, block_size)
 
@@ -1295,13 +1295,15 @@ class _Loop:
 
     def __init__(self, target, draft, input_ids, max_new_tokens, filters, eos_token_ids,
                  block_size, generator, copy):
+        self.adaptive = block_size == "auto"
         self.block_size = check_request(target, draft, input_ids, max_new_tokens, filters,
-                                        block_size)
+                                        None if self.adaptive else block_size)
         self.target, self.draft, self.input_ids = target, draft, input_ids
         self.budget, self.eos, self.filters = max_new_tokens, token_id_set(eos_token_ids), filters
         self.generator, self.copy, self.stats = generator, copy, Statistics()
         self.device = target.get_input_embeddings().weight.device
-        # running means of kept proposals: where copies keep less than the draft, the draft goes
+        # running means of kept proposals: where copies keep less than the draft, the draft goes,
+        # and an adaptive block is twice as long
         self.kept = {"draft": 0.0, "copy": float(self.block_size)}
 
     def clock(self) -> float:
@@ -1354,17 +1356,25 @@ class _Loop:
         self.index = CopyIndex(ids[0].tolist()) if self.copy else None
         return self.choose(logits, copy_proposal([], self.device))[1]
 
-    def propose(self, anchor: int) -> tuple[Proposal, str]:
-        """Proposals and their source. A forward adds a token of the target's own: leave room."""
+    def length(self, source: str) -> int:
+        """How many tokens to propose. A forward adds a token of the target's own: leave room.
+
+        It depends on rounds before this one alone, so that sampling stays lossless.
+        """
         length = min(self.block_size - 1, self.budget - self.stats.new_tokens - 1)
+        return min(length, 2 + round(2 * self.kept[source])) if self.adaptive else length
+
+    def propose(self, anchor: int) -> tuple[Proposal, str]:
+        """Proposals and their source."""
+        room = self.length("draft") > 0
         trusted = self.draft is None or self.kept["copy"] >= self.kept["draft"]
-        if length > 0 and self.copy and trusted:
-            if copied := self.index.propose(length):
+        if room and self.copy and trusted:
+            if copied := self.index.propose(self.length("copy")):
                 return copy_proposal(copied, self.device), "copy"
-        if length > 0 and self.draft is not None:
+        if room and self.draft is not None:
             taps, self.waiting = torch.cat(self.waiting), []
-            proposal = self.draft.propose(self.state, taps, anchor, length, **self.filters,
-                                          generator=self.generator)
+            proposal = self.draft.propose(self.state, taps, anchor, self.length("draft"),
+                                          **self.filters, generator=self.generator)
             return Proposal(*(x.to(self.device) for x in proposal)), "draft"
         return copy_proposal([], self.device), "target"
 
@@ -1400,14 +1410,16 @@ class _Loop:
 
 def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int,
              temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, eos_token_ids=(),
-             block_size: int | None = None, generator=None, copy: bool = False):
+             block_size: int | str | None = None, generator=None, copy: bool = False):
     """DSpine decoding: a generator of Steps whose return value is Statistics (see `collect`).
 
     input_ids [1, S]. Emits max_new_tokens tokens, or fewer where one of eos_token_ids comes first
     (it is the last token then). Temperature 0 emits what generate_plain emits, token for token
     (in float32; in bfloat16 near-ties may fall either way, since a block of B rows is summed in
     another order than one row); otherwise tokens have the target's filtered distribution.
-    copy=True lets rounds whose text repeats itself copy instead of draft (CopyIndex); with draft
+    block_size limits a round to so many tokens, its anchor included (default: what the draft was
+    trained for); "auto" lets it follow what rounds before kept, for machines where a verified
+    token costs time. copy=True lets rounds whose text repeats itself copy instead of draft (CopyIndex); with draft
     None it copies only. Raises ValueError for requests it can not serve and for targets whose
     cache can not be rolled back.
     """
@@ -1447,7 +1459,7 @@ class TransformersDecoder:
                "token_healing", "penalty_alpha", "dola_layers")
     HANDLED = ("attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep")
 
-    def __init__(self, draft: DSpine, block_size: int | None):
+    def __init__(self, draft: DSpine, block_size: int | str | None):
         self.draft, self.block_size, self.statistics = draft, block_size, None
 
     def _check(self, input_ids, processors, c, kwargs: dict):

@@ -354,8 +354,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, help="sample from the smallest set with this mass")
     add("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0 is off")
     add("--seed", type=int, default=0, help="of sampling")
-    add("--block-size", type=int,
-        help="anchor plus proposals, 2 up to the trained size (default: that)")
+    add("--block-size", type=block_size, help="anchor plus proposals: 2 up to the trained size, "
+        "or auto, which follows what was kept before (default: auto on a CPU, where every "
+        "verified token costs time, else the trained size)")
     add("--no-copy", action="store_true",
         help="the method alone: never copy what the text already says")
     add("--kernels", choices=("auto", "off", "on"), default="off",
@@ -365,6 +366,15 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="decode plainly too: are the outputs equal, what is the speed ratio")
     add("--quiet", action="store_true", help="print the answer alone")
     return p.parse_args(argv)
+
+
+def block_size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def default_block_size(target, chosen: int | str | None) -> int | str | None:
+    """`chosen`, or where it is None "auto" on a CPU, else None: the trained size."""
+    return "auto" if chosen is None and target.device.type == "cpu" else chosen
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -429,8 +439,8 @@ def run(args: argparse.Namespace) -> int:
     settings = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature,
                     top_k=args.top_k, top_p=args.top_p, eos_token_ids=eos_ids(target, tokenizer))
     seeded = lambda: torch.Generator(target.device).manual_seed(args.seed)
-    steps = generate(target, draft, input_ids, block_size=args.block_size, generator=seeded(),
-                     copy=not args.no_copy, **settings)
+    steps = generate(target, draft, input_ids, generator=seeded(), copy=not args.no_copy,
+                     block_size=default_block_size(target, args.block_size), **settings)
     tokens, stats = collect(shown(steps, tokenizer))
     if not args.quiet:
         note(summary(stats, target))

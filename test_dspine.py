@@ -530,6 +530,27 @@ def test_greedy_equals_plain_for_every_accept_count(block_size, dtype):
         assert stats.target_forwards == draft.rounds + (rest == 1 or accepted == 0)
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_adaptive_blocks_follow_what_was_kept(copy):
+    """"auto": short at first, twice the running mean, lossless wherever the proposals go wrong."""
+    target = tiny("Qwen3")
+    for pattern in ([0], [15], [15] * 8 + [0, 1] * 8, [3, 0, 5, 1, 9]):
+        draft = scripted(target, pattern, block_size=16)
+        steps = list(generate(target, draft, prompt(), max_new_tokens=60, block_size="auto",
+                              copy=copy))
+        assert [t for step in steps for t in step.tokens] == truth(target)[:60]
+        if copy:
+            continue
+        kept = 0.0
+        for step in steps[1:-1]:
+            left = 2 + round(2 * kept)
+            assert step.proposed <= left and (step.proposed == left or left > 15
+                                              or step is steps[-2])
+            kept += 0.2 * (step.accepted - kept)
+        proposed = [step.proposed for step in steps[1:-2]]
+        assert set(proposed) == {2} if pattern == [0] else max(proposed) > 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_and_its_cache_after_every_round(family, runners):
     """C02, C03 (window 8), C12: cache length, and the logits of a re-score without a cache."""

@@ -41,8 +41,8 @@ from dspine import (DSpine, DSpineConfig, DraftOutput, alignment_beta, candidate
                     columns, cosine_alignment, gather_blocks, generate, generate_plain, objective,
                     replacement_rate, sample_anchors, supervised_slots, teacher_distribution,
                     token_id_set)
-from generate import (HelpFormatter, build_prompt, default_device, eos_ids, first_line, guarded,
-                      load_draft, load_target)
+from generate import (HelpFormatter, build_prompt, default_block_size, default_device, eos_ids,
+                      first_line, guarded, load_draft, load_target)
 
 # Openers that steer what the target asks; the empty one lets it choose, half of the time.
 OPENERS = (
@@ -779,12 +779,17 @@ def summarise(runs: list[dict]) -> dict:
 
 
 def decoding_methods(target, draft, eos, max_new_tokens: int, temperature: float,
-                     seed: int = 0) -> dict:
-    """plain, DSpine, copying alone and both, with the same budget and seed."""
+                     seed: int = 0, block_size: int | str | None = None) -> dict:
+    """plain, DSpine, copying alone and both, with the same budget and seed.
+
+    Blocks are those of generate.py: adaptive on a CPU unless block_size is given.
+    """
     options = dict(max_new_tokens=max_new_tokens, temperature=temperature, eos_token_ids=eos)
+    block_size = default_block_size(target, block_size)
     seeded = lambda: torch.Generator(target.device).manual_seed(seed)
     run = lambda draft, copy: lambda ids: collect(
-        generate(target, draft, ids, generator=seeded(), copy=copy, **options))
+        generate(target, draft, ids, generator=seeded(), copy=copy, block_size=block_size,
+                 **options))
     plain = lambda ids: collect(generate_plain(target, ids, generator=seeded(), **options))
     return {"plain": plain, "DSpine": run(draft, False), "copy": run(None, True),
             "DSpine + copy": run(draft, True)}

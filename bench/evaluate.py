@@ -24,8 +24,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from dspine import Statistics  # noqa: E402
-from generate import (DEFAULT_DRAFT, HelpFormatter, build_prompt, default_device,  # noqa: E402
-                      eos_ids, guarded, load_draft, load_target)
+from generate import (DEFAULT_DRAFT, HelpFormatter, block_size, build_prompt,  # noqa: E402
+                      default_block_size, default_device, eos_ids, guarded, load_draft,
+                      load_target)
 from train_small import (decode_in_turn, decoding_methods, fingerprint,  # noqa: E402
                          follow_own_distribution, read_prompts, read_rows, summarise, write_rows)
 
@@ -98,7 +99,8 @@ def conditions(target, args) -> str:
     return (f"{machine(target.device)}; {str(target.dtype).removeprefix('torch.')}; "
             f"torch {torch.__version__}, transformers {transformers.__version__}; "
             f"{args.per_set} prompts a set, {args.max_new_tokens} new tokens, "
-            f"temperature {args.temperature:g}; commit {commit()}")
+            f"temperature {args.temperature:g}; block size "
+            f"{default_block_size(target, args.block_size) or 'as trained'}; commit {commit()}")
 
 
 def print_table(title: str, tables: dict):
@@ -127,6 +129,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--methods", nargs="+", choices=METHODS, metavar="METHOD",
         default=[name for name in METHODS if name != "transformers"],
         help=f"of: {', '.join(METHODS)}; ratios refer to the first")
+    add("--block-size", type=block_size, help="as in generate.py")
     add("--target", help="as in generate.py")
     add("--draft", default=str(DEFAULT_DRAFT), help="folder of the draft")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of both")
@@ -157,7 +160,7 @@ def run(args) -> int:
     follow_own_distribution(target)
     draft, eos = load_draft(args.draft, target), eos_ids(target, tokenizer)
     settings = target, eos, args.max_new_tokens, args.temperature
-    methods = decoding_methods(target, draft, *settings[1:])
+    methods = decoding_methods(target, draft, *settings[1:], block_size=args.block_size)
     methods["transformers"] = transformers_method(*settings)
     methods["prompt lookup"] = transformers_method(*settings, prompt_lookup_num_tokens=10)
     methods = {name: methods[name] for name in args.methods}
