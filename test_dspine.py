@@ -2147,6 +2147,21 @@ def safe_keys(path):
 
 
 # -------------------------------------------------------------------------------------------------
+# README
+# -------------------------------------------------------------------------------------------------
+
+
+def test_readme_points_at_the_right_lines():
+    """Idea -> line: each link's line defines the name it stands for."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[`(\w+)`\]\((\w+\.py)#L(\d+)\)", text)
+    assert len(links) >= 20
+    for name, file, line in links:
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        assert re.match(rf"\s*(def|class) {name}\b", lines[int(line) - 1]), (name, file, line)
+
+
+# -------------------------------------------------------------------------------------------------
 # bench/
 # -------------------------------------------------------------------------------------------------
 
