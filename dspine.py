@@ -738,8 +738,9 @@ class DSpine(nn.Module):
         out = self.forward_blocks(
             F.embedding(inputs, state.embed), starts, state.keys_values,
             block_mask(starts, S, B, causal), self.code(inputs[..., 0]))
-        slots = slice(1, length + 1)
-        hidden, pre = out.hidden_states[:, 0, slots], out.pre_injection[:, 0, slots]
+        # a dense copy: F.linear over a slice would give each row its own copy of the head
+        proposed = lambda x: x[:, 0, 1:length + 1].clone(memory_format=torch.contiguous_format)
+        hidden, pre = proposed(out.hidden_states), proposed(out.pre_injection)  # [N, T, H]
         scores, candidate_ids = self.candidates(hidden, state.draft_head)   # [N, T, K]
         if not scores.isfinite().all():
             raise FloatingPointError("the draft's scores are not finite (float16 overflow?): "

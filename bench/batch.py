@@ -194,7 +194,7 @@ class Batch:
         return torch.tensor([value(row) for row in self.rows], device=self.device)
 
     def uniform(self, counts: list[int], width: int) -> torch.Tensor | None:
-        """[N, width] in [0, 1): a row draws as many numbers as it does alone, in the same order."""
+        """[N, width] in [0, 1): each row draws what it draws alone, in the same order."""
         if self.filters["temperature"]:
             drawn = [torch.rand(n, generator=row.generator, device=self.device)
                      for row, n in zip(self.rows, counts)]
