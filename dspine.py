@@ -446,7 +446,7 @@ class MessageSpace(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    tokens: torch.Tensor               # [T] proposed token ids
+    tokens: torch.Tensor               # [T] proposed token ids (propose_rows: all with N in front)
     candidate_ids: torch.Tensor        # [T, K]
     probs: torch.Tensor                # [T, K] the distribution over candidates they came from
 
@@ -460,7 +460,7 @@ class DraftState:
     embed: torch.Tensor                # [V, H] the target's, on the draft's device, in its dtype
     lm_head: torch.Tensor              # [V, H]
     draft_head: torch.Tensor           # its rows that may be proposed, all without a draft_vocab
-    keys_values: list | None = None    # a layer: k, v [1, kv_heads, S, D]
+    keys_values: list | None = None    # a layer: k, v [1, kv_heads, S, D] (see propose_rows)
     length: int = 0                    # S
 
 
@@ -561,11 +561,14 @@ class DSpine(nn.Module):
         return tuple((x * self.rope_scale).to(self.fc.weight.dtype)
                      for x in (angles.cos(), angles.sin()))
 
-    def context_keys_values(self, context_states: torch.Tensor, start: int = 0) -> list:
-        """A layer: k, v [N, kv_heads, S, D] of taps [N, S, n*H] at positions start, start+1, .."""
+    def context_keys_values(self, context_states: torch.Tensor, start: int | torch.Tensor = 0):
+        """A layer: k, v [N, kv_heads, S, D] of taps [N, S, n*H] at positions start, start+1, ..
+
+        start is one for all rows, or [N, 1].
+        """
         context = self.encode_context(context_states)
         N, S = context.shape[:2]
-        cos, sin = self.rope(torch.arange(start, start + S, device=context.device).expand(N, S))
+        cos, sin = self.rope((start + torch.arange(S, device=context.device)).expand(N, S))
         return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
 
     def forward_blocks(self, x, anchors, keys_values, mask, anchor_code, true_prev=None,
@@ -711,29 +714,43 @@ class DSpine(nn.Module):
         the context covers every position before the anchor. length <= block_size - 1. Raises
         FloatingPointError when the draft's scores are not finite.
         """
-        c, device = self.config, self.fc.weight.device
-        ops = operations(self.kernels, self.fc.weight)
         self.extend_context(state, context_states)
+        one = lambda value: torch.tensor([value], device=self.fc.weight.device)
+        proposal = self.propose_rows(state, one(anchor_id), one(state.length), length, top_k=top_k,
+                                     temperature=temperature, top_p=top_p, generator=generator)
+        return Proposal(*(x[0] for x in proposal))
+
+    @torch.no_grad()
+    def propose_rows(self, state: DraftState, anchor_ids, starts, length: int, *, temperature=0.0,
+                     top_k=0, top_p=1.0, generator=None, uniform=None) -> Proposal:
+        """The blocks of N rows whose contexts lie in state.keys_values, each up to its anchor.
+
+        anchor_ids [N] stand at positions starts [N]; row n sees context columns < starts[n].
+        uniform [N, T] as in select_path. Returns tokens [N, T], candidate_ids, probs [N, T, K].
+        """
+        c, device, N = self.config, self.fc.weight.device, len(anchor_ids)
+        ops = operations(self.kernels, self.fc.weight)
         causal = c.attention == "causal"
         B = length + 1 if causal else c.block_size  # a causal prefix does not depend on the rest
-        inputs = torch.full((1, 1, B), c.mask_token_id, device=device)
-        inputs[..., 0] = anchor_id
-        start = torch.tensor([[state.length]], device=device)
+        inputs = torch.full((N, 1, B), c.mask_token_id, device=device)
+        inputs[:, 0, 0] = anchor_ids
+        S, starts = state.keys_values[0][0].shape[2], starts[:, None]       # [N, 1]: A = 1 block
         out = self.forward_blocks(
-            F.embedding(inputs, state.embed), start, state.keys_values,
-            block_mask(start, state.length, B, causal), self.code(inputs[..., 0]))
-        slots = slice(1, length + 1)
-        hidden, pre = out.hidden_states[0, 0, slots], out.pre_injection[0, 0, slots]  # [T, H]
-        scores, candidate_ids = self.candidates(hidden, state.draft_head)   # [T, K]
+            F.embedding(inputs, state.embed), starts, state.keys_values,
+            block_mask(starts, S, B, causal), self.code(inputs[..., 0]))
+        # a dense copy: F.linear over a slice would give each row its own copy of the head
+        proposed = lambda x: x[:, 0, 1:length + 1].clone(memory_format=torch.contiguous_format)
+        hidden, pre = proposed(out.hidden_states), proposed(out.pre_injection)  # [N, T, H]
+        scores, candidate_ids = self.candidates(hidden, state.draft_head)   # [N, T, K]
         if not scores.isfinite().all():
             raise FloatingPointError("the draft's scores are not finite (float16 overflow?): "
                                      "use bfloat16 or float32")
         if c.select == "argmax":  # one-hot: sampling each position alone makes incoherent blocks
-            cache, temperature = scores[:, None, :].float().expand(-1, c.top_k, -1), 0.0
+            cache, temperature = scores[..., None, :].float().expand(-1, -1, c.top_k, -1), 0.0
         else:
-            cache = ops.transition_cache(self, pre, candidate_ids, inputs[0, 0, 0], state.lm_head)
+            cache = ops.transition_cache(self, pre, candidate_ids, anchor_ids, state.lm_head)
         tokens, _, probs = ops.select_path(cache, candidate_ids, temperature, generator,
-                                           top_k=top_k, top_p=top_p)
+                                           top_k=top_k, top_p=top_p, uniform=uniform)
         return Proposal(tokens, candidate_ids, probs)
 
     def decoder(self, block_size: int | str | None = None) -> "TransformersDecoder":

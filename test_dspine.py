@@ -7,6 +7,7 @@ and corrupts chosen slots, so that every accept count can be asked for.
 
 import copy
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -2192,6 +2193,166 @@ def test_evaluation_of_prompt_sets(small, small_draft, tmp_path):
                            env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert third.returncode == 0, third.stderr
     assert len(log.read_text(encoding="utf-8").splitlines()) == 7  # other prompts: measured anew
+
+
+@pytest.fixture(scope="module")
+def batch():
+    spec = importlib.util.spec_from_file_location("batch", ROOT / "bench" / "batch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FILTERS = [dict(), dict(temperature=0.8, top_k=6, top_p=0.95)]
+
+
+def check_batch(batch, target, draft, requests, block_size=None, **filters):
+    """Every row's tokens and statistics are those of its single run; returns accept lengths."""
+    found = batch.generate_rows(target, draft, requests(), block_size=block_size, **filters)
+    for r, tokens, stats in zip(requests(), found.tokens, found.statistics):
+        options = dict(max_new_tokens=r.max_new_tokens, eos_token_ids=r.eos_token_ids,
+                       generator=r.generator) | filters
+        alone, expected = collect(
+            generate(target, draft, r.input_ids, block_size=block_size, **options)
+            if draft else generate_plain(target, r.input_ids, **options))
+        assert tokens == alone
+        for name in ("accept_lengths", "target_forwards", "finish_reason", "emitted_by"):
+            assert getattr(stats, name) == getattr(expected, name), name
+    return [stats.accept_lengths for stats in found.statistics]
+
+
+def drift_apart(accept_lengths) -> bool:
+    """Whether rows of one round emitted different numbers of tokens."""
+    return any(len(set(one) - {None}) > 1 for one in itertools.zip_longest(*accept_lengths))
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("family, block_size", [
+    ("Llama", None), ("Qwen3", "auto"), ("GPT2", 3)])
+def test_rows_of_a_batch_equal_their_single_runs(batch, family, block_size, filters):     # C16
+    """Unequal prompts, budgets and end tokens; a vocabulary so small that a draft is often right.
+
+    Rows that end leave the others undisturbed. Without a draft it is plain batched decoding.
+    """
+    V, drifted = 7, False
+    target = tiny(family, vocab_size=V)
+    draft = random_draft(target, mask_token_id=V - 1, transfer_rank=6)
+    rows = list(zip((3, 20, 1, 11, 7), (1, 25, 2, 20, 13), ((), (), (), (2,), (3, 5))))
+    requests = lambda: [
+        batch.Request(prompt(length, i, V), budget, eos, torch.Generator().manual_seed(i))
+        for i, (length, budget, eos) in enumerate(rows)]
+    for part in (slice(1, 2), slice(1, 3), slice(0, 5)):
+        few = lambda: requests()[part]
+        drifted |= drift_apart(check_batch(batch, target, draft, few, block_size, **filters))
+        check_batch(batch, target, None, few, **filters)
+    assert drifted
+
+
+def test_rows_that_accept_everything_beside_rows_that_accept_nothing(batch, overfit):
+    """Prompts cut from the text that a draft knows by heart, and others."""
+    target, text, draft = overfit
+    text = torch.tensor([prompt(4)[0].tolist() + text])
+    ids = [text[:, :40], prompt(9), text[:, :8], prompt(30, 5), text[:, :22]]
+    requests = lambda: [batch.Request(x, 24 + i) for i, x in enumerate(ids)]
+    lengths = check_batch(batch, target, draft, requests)
+    assert max(map(max, lengths)) == 8 and min(map(max, lengths)) < 4 and drift_apart(lengths)
+
+
+@pytest.mark.parametrize("overrides", [
+    dict(inject="none"), dict(attention="bidirectional", inject="none", select="argmax")])
+def test_rows_of_ablated_drafts(batch, overrides):
+    target = tiny(vocab_size=7)
+    draft = random_draft(target, mask_token_id=6, transfer_rank=6, **overrides)
+    for filters in FILTERS:
+        check_batch(batch, target, draft, lambda: [
+            batch.Request(prompt(3 + 9 * i, i, 7), 20, (), torch.Generator().manual_seed(i))
+            for i in range(3)], **filters)
+
+
+def test_slots_beyond_a_rows_budget_stay_inside_the_targets_positions(batch):
+    """A neighbour's longer block would ask for position 40 of a target that has 40."""
+    target = tiny("GPT2", n_positions=40)
+    ids = prompt(38), prompt(20)
+    check_batch(batch, target, random_draft(target), lambda: [
+        batch.Request(x, 40 - x.shape[1]) for x in ids])
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Lfm2", "Qwen3Next", "Qwen3 eager", "longrope"])
+def test_targets_that_a_batch_can_not_hold_are_refused(batch, family):
+    target, message = tiny(family.split()[0]) if family != "longrope" else tiny(), "one request"
+    if family == "Qwen3 eager":
+        target = copy.deepcopy(target)
+        target.set_attn_implementation("eager")
+    if family == "longrope":
+        target = copy.deepcopy(target)
+        target.config.rope_parameters = {"rope_type": "longrope",
+                                         "original_max_position_embeddings": 400}
+    with pytest.raises(ValueError, match=f"{type(target).__name__} .*{message} at a time"):
+        batch.generate_rows(target, None, [batch.Request(prompt(), 8)])
+
+
+def test_verification_of_rows_equals_that_of_each(batch):
+    """Rows of 0 .. T proposals; draft probabilities near the target's, so that many are kept."""
+    torch.manual_seed(0)
+    N, T, K, V, kept = 200, 4, 3, 9, set()
+    lengths = torch.randint(T + 1, (N,))
+    logits, uniform = torch.randn(N, T + 1, V), torch.rand(N, T + 1)
+    ids = logits[:, :T].topk(K).indices
+    probs = (logits[:, :T].gather(-1, ids) + torch.randn(N, T, K) * 0.5).softmax(-1)
+    chosen = dspine.inverse_cdf(probs, torch.rand(N, T))
+    proposal = Proposal(ids.gather(-1, chosen[..., None])[..., 0], ids, probs)
+    for filters in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 4}):
+        accepted, tokens = batch.verify_rows(logits, proposal, lengths, filters, uniform)
+        for n, count in enumerate(lengths.tolist()):
+            own, rows = Proposal(*(x[n, :count] for x in proposal)), logits[n, :count + 1]
+            alone = dspine.verify_greedy(rows, own.tokens)
+            if filters["temperature"]:
+                p = dspine.sampling_distribution(rows, **filters)
+                alone = dspine.verify_sampled(p, own, uniform[n, :count + 1])
+            assert (int(accepted[n]), int(tokens[n])) == alone
+            kept.add((count, alone[0]))
+    assert kept == {(count, n) for count in range(T + 1) for n in range(count + 1)}
+
+
+def test_batch_throughput_of_prompt_sets(small, small_draft, tmp_path, batch, capsys):
+    """Every number of requests on the same prompts; a second run reads what is there."""
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            '{"turns": ["hello"]}\n{"turns": ["12 + 12 + 12"]}\n', encoding="utf-8")
+    log = tmp_path / "runs" / "log.jsonl"
+    flags = [str(tmp_path), "--target", str(small), "--draft", str(small_draft), "--dtype",
+             "float32", "--max-new-tokens", "6", "--repeats", "2", "--out", str(log)]
+    outputs = []
+    for _ in range(2):
+        assert batch.run(batch.parse_args([*flags, "--requests", "1", "2", "4"])) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] and "commit" in outputs[0] and "faster" in outputs[0]
+    cells = [line.split(" | ") for line in outputs[0].splitlines() if line[:2] == "| "][1:]
+    assert [c[0] for c in cells] == ["| 1", "| 2", "| 4"] and all("100%" in c[-1] for c in cells)
+    assert len({c[4] for c in cells}) == 1  # what rows accept does not depend on the batch
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert len(records) == 2 * (4 + 2 + 1)
+    assert list(records[0]["records"]) == list(records[-1]["records"])[::-1]  # in turn
+    for flag, message in ((["--requests", "9"], "4 prompts for 9 requests"),
+                          (["--requests", "0"], "at least 1"),
+                          (["--requests", "1", "--draft", "nowhere"], "no folder with a draft")):
+        assert program.guarded("batch.py", batch.run, batch.parse_args([*flags, *flag])) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fast, slow, said", [(4, 8, "up to 4"), (None, 1, "at none")])
+def test_batch_says_where_it_stops_paying(batch, capsys, fast, slow, said):
+    """By hand: medians of passes, ratios of each pass; then the sentence under the table."""
+    record = lambda emitted, seconds: {
+        "emitted": emitted, "forwards": 2, "tokens": [[1]], "prefill_seconds": 1.0,
+        "decode_seconds": seconds}
+    passes = lambda seconds: [[{"plain": record(4, 2.0), "DSpine": record(4, s)}] for s in seconds]
+    row = batch.summarise(passes([1.0, 4.0, 1.6]))
+    assert row == {"plain": 2.0, "DSpine": 2.5, "ratio": 1.25, "acceptance_length": 2.0,
+                   "prefill_seconds": 1.0, "equal": 1.0}
+    table = {fast: row} if fast else {}
+    batch.print_table("title", table | {slow: batch.summarise(passes([4.0]))}, True)
+    assert said in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------------------------
