@@ -659,8 +659,7 @@ class DSpine(nn.Module):
             cache[t, a, b] = (pre_t . (g w_b) + s_t u_ta . W^T (g w_b)) / rms(pre_t + s_t W u_ta)
             |pre + s W u|^2 = |pre|^2 + 2 s u . (W^T pre) + s^2 u . (W^T W u)
 
-        Exact; no gradient reaches what is precomputed. For kernels.py: in plain PyTorch on a CPU it
-        takes 12-22% longer at the default draft's size and 0-22% less at the published one.
+        Exact; no gradient reaches what is precomputed. bench/latency.py times both forms.
         """
         if self.config.inject == "none":
             return self.transition_cache(pre, candidate_ids, anchor_ids, lm_head)
@@ -738,9 +737,9 @@ class DSpine(nn.Module):
         out = self.forward_blocks(
             F.embedding(inputs, state.embed), starts, state.keys_values,
             block_mask(starts, S, B, causal), self.code(inputs[..., 0]))
-        # a dense copy: F.linear over a slice would give each row its own copy of the head
-        proposed = lambda x: x[:, 0, 1:length + 1].clone(memory_format=torch.contiguous_format)
-        hidden, pre = proposed(out.hidden_states), proposed(out.pre_injection)  # [N, T, H]
+        # dense copies: F.linear over a slice would give each row its own copy of the head
+        dense = lambda x: x[:, 0, 1:length + 1].clone(memory_format=torch.contiguous_format)
+        hidden, pre = dense(out.hidden_states), dense(out.pre_injection)    # [N, T, H]
         scores, candidate_ids = self.candidates(hidden, state.draft_head)   # [N, T, K]
         if not scores.isfinite().all():
             raise FloatingPointError("the draft's scores are not finite (float16 overflow?): "
@@ -1436,9 +1435,9 @@ def generate(target, draft: DSpine | None, input_ids, *, max_new_tokens: int,
     another order than one row); otherwise tokens have the target's filtered distribution.
     block_size limits a round to so many tokens, its anchor included (default: what the draft was
     trained for); "auto" lets it follow what rounds before kept, for machines where a verified
-    token costs time. copy=True lets rounds whose text repeats itself copy instead of draft (CopyIndex); with draft
-    None it copies only. Raises ValueError for requests it can not serve and for targets whose
-    cache can not be rolled back.
+    token costs time. copy=True lets rounds whose text repeats itself copy instead of draft
+    (CopyIndex); with draft None it copies only. Raises ValueError for requests it can not serve
+    and for targets whose cache can not be rolled back.
     """
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     return _Loop(target, draft, input_ids, max_new_tokens, filters, eos_token_ids, block_size,

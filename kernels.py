@@ -807,7 +807,8 @@ class GraphedDraft:
             F.embedding(inputs, self.embed), anchors,
             [(k[:, :, :bucket], v[:, :, :bucket]) for k, v in self.keys_values],
             dspine.block_mask(anchors, bucket, B), draft.code(inputs[..., 0]))
-        hidden, pre = out.hidden_states[:, 0, 1:], out.pre_injection[:, 0, 1:]  # [N, T, H]
+        dense = lambda x: x[:, 0, 1:].clone(memory_format=torch.contiguous_format)
+        hidden, pre = dense(out.hidden_states), dense(out.pre_injection)    # [N, T, H]
         scores, candidate_ids = draft.candidates(hidden, self.draft_head)
         cache = ops.transition_cache(draft, pre, candidate_ids, self.anchor_ids, self.lm_head)
         if sample:  # a buffer, unlike an argument, may change from replay to replay
