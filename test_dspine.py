@@ -2355,6 +2355,210 @@ def test_batch_says_where_it_stops_paying(batch, capsys, fast, slow, said):
     assert said in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def probe():
+    spec = importlib.util.spec_from_file_location("probe", ROOT / "bench" / "probe.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def probed(**overrides):
+    """A random draft, and its forward over two blocks as a function of `replace`."""
+    target = tiny()
+    draft = random_draft(target, **overrides)
+    blocks, states = prompt(12).view(1, 2, 6), torch.randn(1, 20, 64)
+    embed, anchors = target.get_input_embeddings().weight, torch.tensor([[5, 14]])
+    return draft, blocks, lambda replace=None: draft(blocks, states, anchors, embed, replace)
+
+
+def test_probe_without_an_edit_is_the_drafters_forward(probe):
+    draft, blocks, forward = probed()
+    plain = forward()
+    with probe.received(draft, lambda l, prev: prev):
+        for a, b in zip(forward(), plain):
+            assert torch.equal(a, b)
+    with probe.received(draft, lambda l, prev: prev + 1):
+        assert not torch.equal(forward()[0], plain[0])
+    assert torch.equal(forward()[0], plain[0])                              # the edit is gone
+    draft.kernels = "auto"
+    with pytest.raises(ValueError, match="plain injection only"):
+        with probe.received(draft, lambda l, prev: prev):
+            pass
+
+
+@pytest.mark.parametrize("inject", ["every", "last"])
+def test_probe_corruption_follows_causality(probe, inject):
+    """A message to position t changes t and what can hear from it: at the last layer nobody."""
+    draft, _, forward = probed(inject=inject)
+    sent, last = {}, draft.config.num_hidden_layers - 1
+    with probe.received(draft, lambda l, prev: sent.setdefault(l, prev)):
+        clean = forward().hidden_states
+    assert set(sent) == ({last} if inject == "last" else {0, last})
+    for kind in probe.CORRUPTIONS:
+        messages = probe.corrupted(sent, kind, torch.Generator().manual_seed(0))
+        for t in range(1, 6):
+            to = torch.arange(1, 6)[:, None] == t
+            for layers in ({last: messages[last]}, messages):
+                with probe.received(draft, probe.replaced(layers, to)):
+                    other = forward().hidden_states
+                changed = [not torch.equal(other[0, :, i], clean[0, :, i]) for i in range(6)]
+                spreads = inject == "every" and len(layers) == 2
+                assert changed == [i >= t if spreads else i == t for i in range(6)]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_probe_true_predecessors_are_those_of_training(probe, layers):
+    """At layers below replacement_layers: forward(replace=True), bit for bit."""
+    draft, blocks, forward = probed(replacement_layers=layers)
+    true = draft.code(blocks[..., :-1])
+    edit = probe.replaced({l: true for l in range(layers)}, torch.ones(5, 1).bool())
+    with probe.received(draft, edit):
+        got = forward()
+    for a, b, c in zip(got, forward(torch.ones(1, 2).bool()), forward()):
+        assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_probe_donors_and_noise(probe):
+    """Another block's message, the same block at every layer; noise as long as a message."""
+    sent = {l: torch.arange(7.0).view(1, 7, 1, 1).expand(1, 7, 5, 16) + 100 * l for l in (0, 2)}
+    other = probe.corrupted(sent, "other block", torch.Generator().manual_seed(0))
+    assert (other[0] != sent[0]).all() and torch.equal(other[2], other[0] + 200)
+    assert sorted(other[0][0, :, 0, 0].tolist()) == list(range(7))
+    noise = probe.corrupted(sent, "noise", torch.Generator().manual_seed(0))
+    close(noise[0].norm(dim=-1), torch.full((1, 7, 5), 4.0))
+    assert not torch.equal(noise[0], noise[2])
+
+
+def test_probe_nearest_code_and_standard_errors(probe):
+    """Codes are nearest to themselves at any length; three rows of text, by hand."""
+    draft = random_draft(tiny())
+    ids = torch.arange(VOCAB)
+    assert torch.equal(probe.nearest_token(draft.code(ids), draft.transfer_codes, chunk=7), ids)
+    mean, error = probe.estimate(torch.tensor([[3.0], [1], [2]]), torch.tensor([[4.0]] * 3))
+    close(mean, torch.tensor([0.5]))                                        # 6 of 12 tokens
+    close(error, torch.tensor([0.25 / 3 ** 0.5]))                           # std(.75, .25, .5)
+
+
+@pytest.mark.parametrize("vocab", [None, 40])
+def test_probe_row_equals_the_objectives_own_counts(probe, vocab):
+    """Accuracy and ce of the clean run are objective's; position 1 always has the true code."""
+    target = tiny()
+    draft = random_draft(target)
+    ids, states = prompt(30), torch.randn(1, 30, 64)
+    if vocab:
+        draft.set_draft_vocab(torch.arange(vocab))
+        ids %= vocab  # objective counts a token outside as a miss, the probe leaves it out
+    embed, head = (m.weight for m in (target.get_input_embeddings(),
+                                      target.get_output_embeddings()))
+    mask = (torch.arange(30) >= 6)[None]
+    anchors, valid = dspine.sample_anchors(mask, 9, torch.Generator().manual_seed(0))
+    supervised = dspine.supervised_slots(mask, anchors, valid, 6)
+    found = probe.probe_row(draft, states, ids, anchors, supervised, embed, head,
+                            torch.Generator().manual_seed(0))
+    blocks = dspine.gather_blocks(ids, anchors, 6)
+    _, terms = dspine.objective(draft, draft(blocks, states, anchors, embed), ids, anchors,
+                                supervised, states[..., :32], head, beta=0.0)
+    tokens, (right, ce, same) = torch.tensor(found["tokens"]), torch.tensor(found["clean"])
+    assert tokens.tolist() == supervised.sum((0, 1)).tolist() and torch.equal(same, tokens)
+    close(right / tokens, torch.tensor(terms["top1_by_slot"]))
+    close((ce * torch.exp(-torch.arange(5) / 7)).sum() / terms["weight"],
+          torch.tensor(terms["ce"]))
+    for given in found["true"]:
+        assert [m[0] for m in given] == [m[0] for m in found["clean"]]
+    assert found["true"][-1] != found["clean"] and found["noise"][0][2][0] < tokens[0]
+    ids[:, 20] = VOCAB - 1  # with the vocabulary not among its tokens
+    less = probe.probe_row(draft, states, ids, anchors, supervised, embed, head,
+                           torch.Generator().manual_seed(0))
+    assert (sum(less["tokens"]) < tokens.sum()) == (vocab is not None)
+
+
+def probe_corpus(path):
+    """Rows as train_small writes them; the first was trained on."""
+    generator = torch.Generator().manual_seed(5)
+    rows = [{"ids": torch.randint(1, 250, (n,), generator=generator).tolist(), "prompt_length": 4,
+             "held_out": i > 0} for i, n in enumerate((30, 30, 9, 17))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows
+
+
+def test_probe_end_to_end(small, small_draft, tmp_path, probe, capsys, monkeypatch):
+    """Tables, JSON, figure (a line without matplotlib); a second run reads the rows done."""
+    probe_corpus(tmp_path / "c.jsonl")
+    flags = ["--corpus", str(tmp_path / "c.jsonl"), "--target", str(small), "--anchors", "5",
+             "--draft", str(small_draft), "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, str(ROOT / "bench" / "probe.py"), *flags], cwd=ROOT,
+                          capture_output=True, text=True, encoding="utf-8", timeout=240,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "probe.json").read_text(encoding="utf-8"))
+    assert found["conditions"].startswith("3 held-out rows") and found["tokens"][0] == 15
+    assert found["tables"]["formation"]["rows"] == ["layer 1", "layer 2", "logits"]
+    for table in found["tables"].values():
+        assert table["title"] in done.stdout
+        for name in ("mean", "standard_error"):
+            assert len(table[name]) == len(table["rows"])
+            assert all(len(row) == len(table["columns"]) for row in table[name])
+    changed = found["tables"]["changed"]["mean"]
+    assert all(row[:t] == [0] * t for t, row in enumerate(changed[:-1]))    # nothing before t
+    assert all(found["tables"]["true_ce"]["mean"][-1][1:])  # a change at every other position
+    files = {"probe.json", "rows.jsonl"}
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert set(os.listdir(tmp_path / "out")) == files | ({"probe.png"} if drawn else set())
+    log = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert probe.main(flags) == 0
+    out = capsys.readouterr().out
+    assert "no figure: matplotlib is not installed" in out
+    assert out.split("no figure")[0].strip() == done.stdout.split("\nfigure:")[0].split(
+        "no figure")[0].strip()
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == log
+
+
+def test_probe_writes_rows_that_training_never_sees(small, tmp_path, probe, monkeypatch):
+    """Without --corpus: as many held-out rows as asked for, from prompts of the target's."""
+    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
+    stage1 = training.parse_args(["--answer-tokens", "12"])
+    monkeypatch.setattr(probe, "training_args", lambda flags: stage1)
+    monkeypatch.setattr(training, "written_prompts", lambda *_: (
+        [f"question {i} {j}" for j in range(40)] for i in range(10_000)))
+    args = probe.parse_args(["--rows", "5"])
+    rows = probe.held_out_rows(args, target, tokenizer, tmp_path)
+    texts = [tokenizer.decode(r["ids"][:r["prompt_length"]]) for r in rows]
+    asked = [re.search(r"question \d+ \d+", text)[0] for text in texts]
+    assert len(set(asked)) == 5 and all(training.is_held_out(text) for text in asked)
+    assert probe.held_out_rows(args, target, tokenizer, tmp_path) == rows   # written once
+
+
+@pytest.mark.parametrize("content, flags, message", [
+    (None, ["--corpus", "nowhere"], "--corpus nowhere: no such file"),
+    (None, ["--rows", "1"], "--rows 1: must be at least 2"),
+    (None, ["--anchors", "1"], "--anchors 1: must be at least 2"),
+    (None, ["--figure", "x.gif"], "must end in .png or .svg"),
+    (None, ["--draft", "nowhere"], "not a DSpine draft"),
+    ("{x\n", [], "line 1: not valid JSON"),
+    ('{"prompt": "a", "held_out": true}\n', [], "rows must hold ids"),
+    ('{"ids": [1, 2, 3, 4], "prompt_length": 2}\n', [], "has 0 held-out rows"),
+    ('{"ids": [1, 2, 3, 999], "prompt_length": 2, "held_out": true}\n' * 2, [],
+     "token ids outside 0 .. 263")])
+def test_probe_refuses_useless_input(small, small_draft, tmp_path, probe, capsys, content, flags,
+                                     message):
+    probe_corpus(tmp_path / "c.jsonl")
+    if content:
+        (tmp_path / "c.jsonl").write_text(content, encoding="utf-8")
+    assert probe.main(["--corpus", str(tmp_path / "c.jsonl"), "--target", str(small), "--draft",
+                       str(small_draft), "--out", str(tmp_path / "out"), *flags]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out" / "probe.json").exists()
+
+
+def test_probe_refuses_a_draft_without_messages(probe):
+    for overrides in (dict(inject="none"), dict(block_size=2)):
+        with pytest.raises(ValueError, match="nothing to probe"):
+            probe.check_draft(random_draft(tiny(), **overrides))
+
+
 # -------------------------------------------------------------------------------------------------
 # Kernels against their twins
 # -------------------------------------------------------------------------------------------------
