@@ -295,9 +295,13 @@ def draw(tables: dict, path: Path) -> bool:
     for l, name in enumerate(t.rows[:-1]):
         shade = plt.get_cmap("viridis_r")(0.15 + 0.7 * l / max(1, layers - 1))
         line(left, position, t.mean[l], t.error[l], shade, name, marker="os^Dv"[l % 5])
-    line(left, position, t.mean[-1], t.error[-1], "black", "logits", marker="x", linestyle="--")
+    line(left, position, t.mean[-1], t.error[-1], "black", "final logits", marker="x",
+         linestyle="--")
     left.set(ylabel="tokens whose top-1 is the true token, %", ylim=(0, None))
     left.set_title("Nearest token code, layer by layer", loc="left", fontsize=11)
+
+    left.text(1, 0.99, "bands: ± 1 standard error", transform=left.transAxes, ha="right",
+              va="top", fontsize=8.5, color="0.35")
 
     given, kept = tables["true_gain"], tables["corruption"]
     for row, label, colour, marker, style in (
@@ -307,14 +311,14 @@ def draw(tables: dict, path: Path) -> bool:
         line(right, position, given.mean[row, :T], given.error[row, :T], colour, label,
              marker=marker, linestyle=style)
     for d, label, colour, marker in ((1, "predecessor corrupted", "#D55E00", "v"),
-                                     (2, "... the one 2 before", "#E69F00", "o"),
-                                     (3, "... the one 3 before", "#CC79A7", "x")):
+                                     (2, "... the position 2 before", "#E69F00", "o"),
+                                     (3, "... the position 3 before", "#CC79A7", "x")):
         pick = lambda x: x.diagonal(d - 1)[:T]  # [T - d + 1]: message t-d -> t-d+1 read at t
         line(right, position[d - 1:], pick(kept.mean), pick(kept.error), colour, label,
              marker=marker)
     right.axhline(0, color="0.4", linewidth=0.8)
     right.set_ylabel("change of top-1 accuracy, points")
-    right.set_title("When what positions receive is replaced", loc="left", fontsize=11)
+    right.set_title("What positions receive, replaced", loc="left", fontsize=11)
     for axis in (left, right):
         axis.set(xlabel="position in the block", xticks=position.tolist())
         axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16),
