@@ -428,9 +428,10 @@ class Printer:
             return lines
         layers = len(record["positions"][0]["layers"])
         room = shutil.get_terminal_size((110, 24)).columns - 32
-        width = max(6, min(14, room // (layers + self.SHOWN + 1) - 1))
-        heads = [f"layer {l + 1}" for l in range(layers)] + ["candidates"] + [""] * 2 + ["path"]
-        lines.append(" ".join(["  t", *(fit(head, width) for head in heads), "    ", "target"]))
+        width = max(7, min(14, room // (layers + self.SHOWN + 1) - 1))
+        lines.append(" ".join(["  t", *(fit(f"layer {l + 1}", width) for l in range(layers)),
+                               fit("candidates", self.SHOWN * (width + 1) - 1),
+                               fit("path", width + 6), "target"]))
         for t, p in enumerate(record["positions"], 1):
             chosen, verdict = p["candidates"][p["chosen"]], p["verdict"]
             code = {"kept": self.STYLES["draft"][0], "refused": "31"}.get(verdict, "2")

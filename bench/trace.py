@@ -333,7 +333,8 @@ function show(cell) {
   const b = +cell.dataset.b, better = p.scores.filter(s => s > p.scores[b]).length;
   let text = `Position ${t + 1}: ${token} after ${previous}, ` +
     `${t ? "chosen there" : "the anchor"}: score ${p.scores[b].toFixed(2)}, ` +
-    `${p.percent[p.row][b]}%, no. ${better + 1} of ${p.scores.length}; no. ${b + 1} before the predecessor was known.`;
+    `${p.percent[p.row][b]}%, no. ${better + 1} of ${p.scores.length}; ` +
+    `no. ${b + 1} before the predecessor was known.`;
   if (t + 1 < r.positions.length && b !== p.chosen) {
     const row = r.positions[t + 1].percent[b], best = row.indexOf(Math.max(...row));
     bars(t + 1, b);
