@@ -435,7 +435,7 @@ class Injection(nn.Module):
 class DraftOutput(NamedTuple):
     hidden_states: torch.Tensor        # [N, A, B, H] after the last injection and `norm`
     pre_injection: torch.Tensor        # [N, A, B, H] after the last layer, before its injection
-    layer_features: torch.Tensor       # [L, N, A, B, r] R_l of the updated h, length sqrt(r)
+    layer_features: torch.Tensor | None  # [L, N, A, B, r] R_l of the updated h, length sqrt(r)
 
 
 class MessageSpace(NamedTuple):
@@ -449,6 +449,15 @@ class Proposal(NamedTuple):
     tokens: torch.Tensor               # [T] proposed token ids (propose_rows: all with N in front)
     candidate_ids: torch.Tensor        # [T, K]
     probs: torch.Tensor                # [T, K] the distribution over candidates they came from
+
+
+class DraftTrace(NamedTuple):
+    """What a draft step went through, for whoever watches it (DSpine.watch)."""
+    anchor_ids: torch.Tensor           # [N]
+    layer_features: torch.Tensor       # [L, N, T, r] as in DraftOutput, of the proposed positions
+    candidate_ids: torch.Tensor        # [N, T, K]
+    cache: torch.Tensor                # [N, T, K, K] (select "argmax": all rows the same)
+    rows: torch.Tensor                 # [N, T] the path: index chosen among the candidates
 
 
 @dataclass
@@ -483,6 +492,7 @@ class DSpine(nn.Module):
         self.register_buffer("draft_vocab", None)                           # see set_draft_vocab
         self.inv_freq, self.rope_scale = rope_frequencies(c)
         self.kernels, self._message_space = "off", None  # see use_kernels
+        self.watch = None  # called with the DraftTrace of every draft step, where it is set
 
     def use_kernels(self, setting: str) -> "DSpine":
         """"auto": kernels.py where tensors are on CUDA and Triton is there; "off"; "on": or raise.
@@ -572,20 +582,24 @@ class DSpine(nn.Module):
         return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
 
     def forward_blocks(self, x, anchors, keys_values, mask, anchor_code, true_prev=None,
-                       replace=None) -> DraftOutput:
-        """The layers and their injections over embedded blocks x [N, A, B, H]."""
+                       replace=None, features: bool = True) -> DraftOutput:
+        """The layers and their injections over embedded blocks x [N, A, B, H].
+
+        features: compute layer_features, which training and watchers read, else they are None.
+        """
         c, (N, A, B, H) = self.config, x.shape
         positions = anchors[..., None] + torch.arange(B, device=x.device)   # [N, A, B]
         cos, sin = self.rope(positions.flatten(1))
-        inject, features = operations(self.kernels, x).adjacent_injection, []
+        inject, formed = operations(self.kernels, x).adjacent_injection, []
         for l, (layer, kv) in enumerate(zip(self.layers, keys_values)):
             x = layer(x.view(N, A * B, H), cos, sin, kv, mask).view(N, A, B, H)
             pre = x
             if c.inject == "every" or (c.inject == "last" and l == c.num_hidden_layers - 1):
                 x = inject(self.injection, l, x, anchor_code, true_prev,
                            replace if l < c.replacement_layers else None)
-            features.append(self.injection.feature(l, x))
-        return DraftOutput(self.norm(x), pre, torch.stack(features))
+            if features:
+                formed.append(self.injection.feature(l, x))
+        return DraftOutput(self.norm(x), pre, torch.stack(formed) if features else None)
 
     def forward(self, block_ids, context_states, anchors, embed, replace=None) -> DraftOutput:
         """Draft many blocks at once, as in training.
@@ -736,7 +750,8 @@ class DSpine(nn.Module):
         S, starts = state.keys_values[0][0].shape[2], starts[:, None]       # [N, 1]: A = 1 block
         out = self.forward_blocks(
             F.embedding(inputs, state.embed), starts, state.keys_values,
-            block_mask(starts, S, B, causal), self.code(inputs[..., 0]))
+            block_mask(starts, S, B, causal), self.code(inputs[..., 0]),
+            features=self.watch is not None)
         # dense copies: F.linear over a slice would give each row its own copy of the head
         dense = lambda x: x[:, 0, 1:length + 1].clone(memory_format=torch.contiguous_format)
         hidden, pre = dense(out.hidden_states), dense(out.pre_injection)    # [N, T, H]
@@ -748,8 +763,11 @@ class DSpine(nn.Module):
             cache, temperature = scores[..., None, :].float().expand(-1, -1, c.top_k, -1), 0.0
         else:
             cache = ops.transition_cache(self, pre, candidate_ids, anchor_ids, state.lm_head)
-        tokens, _, probs = ops.select_path(cache, candidate_ids, temperature, generator,
-                                           top_k=top_k, top_p=top_p, uniform=uniform)
+        tokens, rows, probs = ops.select_path(cache, candidate_ids, temperature, generator,
+                                              top_k=top_k, top_p=top_p, uniform=uniform)
+        if self.watch is not None:
+            self.watch(DraftTrace(anchor_ids, out.layer_features[:, :, 0, 1:length + 1],
+                                  candidate_ids, cache, rows))
         return Proposal(tokens, candidate_ids, probs)
 
     def decoder(self, block_size: int | str | None = None) -> "TransformersDecoder":

@@ -10,11 +10,13 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import unicodedata
 import zipfile
 from pathlib import Path
 
@@ -295,6 +297,154 @@ class TextStream:
 
 
 # -------------------------------------------------------------------------------------------------
+# Watching it draft
+# -------------------------------------------------------------------------------------------------
+
+
+def visible(tokenizer, token: int) -> str:
+    """A token as one printable word: ␣ a space, ↵ a newline, ⇥ a tab; \\x1b and the like."""
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    spelled = tokenizer.convert_ids_to_tokens(token) or f"<{token}>"  # the head may have more rows
+    if not text or "\ufffd" in text:  # a piece of a character
+        text = spelled
+    elif spelled.startswith("\u2581") and text[0] != " ":  # SentencePiece drops a leading space
+        text = " " + text
+    text = text.translate({ord(" "): "␣", ord("\n"): "↵", ord("\t"): "⇥"})
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def ablations(config) -> list[str]:
+    """What a reader of a trace must know of a draft that leaves the method out in part."""
+    return [line for name, value, line in (
+        ("inject", "none", "inject = none: no position hears of the tokens forming beside it"),
+        ("inject", "last", "inject = last: only the last layer passes forming tokens on"),
+        ("select", "argmax", "select = argmax: scores ignore the predecessor; each position takes "
+         "its own best candidate")) if getattr(config, name) == value]
+
+
+@torch.no_grad()
+def round_record(step, trace, draft, tokenizer, stream) -> dict:
+    """A round as strings and numbers: what --trace prints and bench/trace.py puts into a page.
+
+    `text` pairs a writer with what he wrote, `added` is the target's own token (None: cut off).
+    With a DraftTrace of one row there is `anchor` and, for each of the T proposed positions, the
+    `verdict`, `layers` (the tokens whose codes are nearest to the forming feature, with cosines,
+    best first), the K `candidates`, the index `chosen` among them, the `row` of the cache that was
+    read, its `scores`, and `percent`: softmax of every row of the cache, K x K.
+    """
+    kept, own = step.tokens[:step.accepted], step.tokens[step.accepted:]
+    pieces = (step.source, stream.push(kept)), ("target", stream.push(own))
+    record = dict(source=step.source, proposed=step.proposed, accepted=step.accepted,
+                  text=[piece for piece in pieces if piece[1]],
+                  added=visible(tokenizer, own[0]) if own else None)
+    if trace is None:
+        return record
+    show = lambda ids: [visible(tokenizer, i) for i in ids]
+    features, cache = trace.layer_features[:, 0].float(), trace.cache[0].float()
+    codes = draft.transfer_codes.float()                                    # [V, r], of length 1
+    cosines, nearest = (features @ codes.T / math.sqrt(codes.shape[1])).topk(3)  # [L, T, 3]
+    chosen = trace.rows[0].tolist()
+    record |= dict(anchor=visible(tokenizer, int(trace.anchor_ids[0])), positions=[])
+    for t, (b, a) in enumerate(zip(chosen, [0, *chosen])):  # a: chosen one position before
+        verdict = ("kept" if t < len(kept) else "past the end" if t < step.accepted else
+                   "refused" if t == step.accepted else "not judged")
+        record["positions"].append(dict(
+            verdict=verdict, candidates=show(trace.candidate_ids[0, t].tolist()), chosen=b, row=a,
+            layers=[list(zip(show(ids.tolist()), [round(x, 2) for x in cos.tolist()]))
+                    for ids, cos in zip(nearest[:, t], cosines[:, t])],
+            scores=[round(x, 2) for x in cache[t, a].tolist()],
+            percent=(100 * cache[t].softmax(-1)).round().int().tolist()))
+    return record
+
+
+def fit(text: str, width: int) -> str:
+    """Cut or pad `text` to so many terminal columns; East Asian wide characters take two."""
+    columns = lambda text: sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+    if columns(text) > width:
+        while columns(text) >= width:
+            text = text[:-1]
+        text += "…"
+    return text + " " * (width - columns(text))
+
+
+class Printer:
+    """Prints each step as it comes: its text, marked by writer (blocks), its round (trace).
+
+    Colours where standard output is a terminal that has them and NO_COLOR is unset.
+    """
+
+    STYLES = {"draft": ("32", "‹", "›"), "copy": ("33", "«", "»"),
+              "target": ("", "", "")}  # who: colour and plain marks
+    SHOWN = 3  # candidates a position in a table
+
+    def __init__(self, draft, tokenizer, blocks: bool = False, trace: bool = False):
+        self.draft, self.tokenizer, self.stream = draft, tokenizer, TextStream(tokenizer)
+        self.blocks, self.trace, self.count, self.seen, self.text = blocks, trace, 0, [], ""
+        self.colours = (sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+                        and os.environ.get("TERM") != "dumb")
+        if trace:
+            draft.watch = self.seen.append
+            for line in ablations(draft.config):
+                note(line)
+        if blocks:
+            print("written by:", *(self.mark(who, who) for who in self.STYLES), end="\n\n")
+
+    def colour(self, text: str, code: str) -> str:
+        return f"\033[{code}m{text}\033[0m" if self.colours and code and text else text
+
+    def mark(self, text: str, who: str) -> str:
+        code, left, right = self.STYLES[who]
+        if not self.blocks or not text:
+            return text
+        return self.colour(text, code) if self.colours else left + text + right
+
+    def __call__(self, step):
+        trace = self.seen.pop() if self.seen else None
+        record = round_record(step, trace, self.draft, self.tokenizer, self.stream)
+        text = "".join(self.mark(words, who) for who, words in record["text"])
+        self.text += text
+        if self.trace:
+            text = text.replace("\n", "↵")
+            print(*self.round(record), f"  {text}\n", sep="\n", flush=True)
+            self.count += 1
+        else:
+            print(text, end="", flush=True)
+
+    def end(self):
+        """What the stream held back; after a trace the whole text."""
+        print((self.text if self.trace else "") + self.stream.end(), flush=True)
+        if self.trace:
+            self.draft.watch = None
+
+    def round(self, record: dict) -> list[str]:
+        """The lines of a round: what happened, and of a draft step the table of its positions."""
+        source, proposed, added = (record[k] for k in ("source", "proposed", "added"))
+        did = {"draft": f"draft proposes {proposed} after {record.get('anchor')}",
+               "copy": f"copies {proposed} from the text so far", "target": "nothing proposed"}
+        own = f"the target adds {added}" if added else "the end comes first"
+        lines = [f"round {self.count}: {did[source]}; {record['accepted']} kept; {own}"
+                 if self.count else f"prefill: {own}"]
+        if not record.get("positions"):
+            return lines
+        layers = len(record["positions"][0]["layers"])
+        room = shutil.get_terminal_size((110, 24)).columns - 32
+        width = max(7, min(14, room // (layers + self.SHOWN + 1) - 1))
+        lines.append(" ".join(["  t", *(fit(f"layer {l + 1}", width) for l in range(layers)),
+                               fit("candidates", self.SHOWN * (width + 1) - 1),
+                               fit("path", width + 6), "target"]))
+        for t, p in enumerate(record["positions"], 1):
+            chosen, verdict = p["candidates"][p["chosen"]], p["verdict"]
+            code = {"kept": self.STYLES["draft"][0], "refused": "31"}.get(verdict, "2")
+            cells = [token for (token, _), *_ in p["layers"]] + p["candidates"][:self.SHOWN]
+            cells = [self.colour(fit(x, width), "1" if x == chosen else "") for x in cells]
+            path = self.colour(fit(chosen, width), code)
+            odds = f"{p['percent'][p['row']][p['chosen']]:4}%"
+            told = f"refused: {added}" if verdict == "refused" else verdict
+            lines.append(" ".join([f"{t:3}", *cells, path, odds, self.colour(told, code)]))
+        return lines
+
+
+# -------------------------------------------------------------------------------------------------
 # Comparing with plain decoding
 # -------------------------------------------------------------------------------------------------
 
@@ -362,6 +512,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--kernels", choices=("auto", "off", "on"), default="off",
         help="Triton kernels for the draft; auto: on CUDA where Triton is there (not yet run on "
         "a GPU: bench/gpu_check.sh checks them)")
+    add("--show-blocks", action="store_true",
+        help="mark what the draft wrote, what was copied and what the target added")
+    add("--trace", action="store_true", help="show each round: tokens forming layer by layer, "
+        "candidates, the path through the transition cache, what the target kept")
     add("--compare", action="store_true",
         help="decode plainly too: are the outputs equal, what is the speed ratio")
     add("--quiet", action="store_true", help="print the answer alone")
@@ -400,16 +554,14 @@ def warn_of_ignored_settings(target):
         note(f"not applied from the model's generation_config: {', '.join(ignored)}")
 
 
-def shown(steps, tokenizer):
-    """Print the text of each step as it comes and pass the step on; returns the statistics."""
-    stream = TextStream(tokenizer)
+def watched(steps, look):
+    """Pass each step on after look(step); returns the statistics."""
     while True:
         try:
             step = next(steps)
         except StopIteration as end:
-            print(stream.end(), flush=True)
             return end.value
-        print(stream.push(step.tokens), end="", flush=True)
+        look(step)
         yield step
 
 
@@ -426,6 +578,8 @@ def summary(stats, target) -> str:
 
 def run(args: argparse.Namespace) -> int:
     device = default_device(args.device)
+    if args.quiet and (args.trace or args.show_blocks):
+        raise ValueError("--quiet prints the answer alone: leave out --trace and --show-blocks")
     if not Path(args.draft).is_dir():
         raise ValueError(f"--draft {args.draft}: no such folder")
     text = read_prompt(args)
@@ -441,7 +595,9 @@ def run(args: argparse.Namespace) -> int:
     seeded = lambda: torch.Generator(target.device).manual_seed(args.seed)
     steps = generate(target, draft, input_ids, generator=seeded(), copy=not args.no_copy,
                      block_size=default_block_size(target, args.block_size), **settings)
-    tokens, stats = collect(shown(steps, tokenizer))
+    printer = Printer(draft, tokenizer, args.trace or args.show_blocks, args.trace)
+    tokens, stats = collect(watched(steps, printer))
+    printer.end()
     if not args.quiet:
         note(summary(stats, target))
     if not args.compare:

@@ -749,7 +749,8 @@ class GraphedDraft:
     keys and values [N, kv_heads, max_context + B, D], the outputs. Padding goes into the context
     behind its end, where no query looks and the next step writes. One graph is captured for each
     context bucket (256, 512, ..) and for greedy and sampled choice, at its first use. Whatever
-    does not fit goes to DSpine.propose: a shorter block, filters, long contexts, ablations.
+    does not fit goes to DSpine.propose: a shorter block, filters, long contexts, ablations, and
+    every step while somebody watches (draft.watch).
 
     Weights must not change once a graph is captured. capture=False runs the same steps on the
     same buffers without graphs, on any device.
@@ -806,7 +807,7 @@ class GraphedDraft:
         out = draft.forward_blocks(
             F.embedding(inputs, self.embed), anchors,
             [(k[:, :, :bucket], v[:, :, :bucket]) for k, v in self.keys_values],
-            dspine.block_mask(anchors, bucket, B), draft.code(inputs[..., 0]))
+            dspine.block_mask(anchors, bucket, B), draft.code(inputs[..., 0]), features=False)
         dense = lambda x: x[:, 0, 1:].clone(memory_format=torch.contiguous_format)
         hidden, pre = dense(out.hidden_states), dense(out.pre_injection)    # [N, T, H]
         scores, candidate_ids = draft.candidates(hidden, self.draft_head)
@@ -867,7 +868,7 @@ class GraphedDraft:
         c = self.config
         return (length == c.block_size - 1 and 0 < new <= c.block_size and state.length > 0
                 and state.length + new <= self.buckets[-1] and len(self.anchor_ids) == 1
-                and c.attention == "causal" and c.select == "cache"
+                and c.attention == "causal" and c.select == "cache" and self.draft.watch is None
                 and not 0 < top_k < c.top_k and top_p == 1)
 
     @torch.no_grad()

@@ -430,6 +430,49 @@ def test_incremental_drafting_equals_a_fresh_step_and_the_training_forward(overr
         assert state.length == p and state.keys_values[0][0].shape[2] == p
 
 
+@pytest.mark.parametrize("overrides", [
+    {}, dict(attention="bidirectional", select="argmax"), dict(inject="none"),
+    dict(inject="last")])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_watching_shows_the_training_forward_and_changes_nothing(overrides, temperature):
+    """DraftTrace against DSpine.forward of one prefix; the proposal bit for bit without it."""
+    target = tiny()
+    draft, embed = random_draft(target, **overrides), target.get_input_embeddings().weight
+    head, ids, states = target.get_output_embeddings().weight, prompt(24), torch.randn(1, 24, 64)
+    seen, p, T = [], 9, 4
+    step = lambda: draft.propose(draft.start(target), states[0, :p], int(ids[0, p]), T,
+                                 temperature=temperature,
+                                 generator=torch.Generator().manual_seed(3))
+    plain, draft.watch = step(), seen.append
+    watched = step()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched))
+    (trace,) = seen
+    anchors = torch.tensor([[p]])
+    out = draft(dspine.gather_blocks(ids, anchors, 6), states, anchors, embed)
+    assert trace.layer_features.shape == (2, 1, T, 16) and trace.cache.shape == (1, T, 4, 4)
+    close(trace.layer_features, out.layer_features[:, :, 0, 1:T + 1])
+    scores, candidates = F.linear(out.hidden_states[0, 0, 1:T + 1], head).topk(4)
+    table = draft.transition_cache(out.pre_injection[0, 0, 1:T + 1], candidates, ids[0, p], head)
+    table = scores[:, None].expand(-1, 4, -1) if "select" in overrides else table
+    close(trace.cache[0], table)
+    assert trace.anchor_ids.tolist() == [int(ids[0, p])]
+    assert torch.equal(trace.candidate_ids[0], candidates)
+    chosen = trace.candidate_ids.gather(-1, trace.rows[..., None])[0, :, 0]
+    assert torch.equal(chosen, watched.tokens)
+
+
+def test_features_are_computed_only_for_watchers_and_training(monkeypatch):
+    target, calls = tiny(), []
+    draft, original = random_draft(target, inject="none"), Injection.feature
+    monkeypatch.setattr(Injection, "feature", lambda *args: calls.append(1) or original(*args))
+    step = lambda: draft.propose(draft.start(target), torch.randn(4, 64), 5, 5)
+    step()
+    assert not calls
+    draft.watch = lambda trace: None
+    step()
+    assert len(calls) == 2
+
+
 # -------------------------------------------------------------------------------------------------
 # Objective
 # -------------------------------------------------------------------------------------------------
@@ -1022,8 +1065,9 @@ def test_block_positions_start_at_the_context_length(overfit, monkeypatch):
     """S02: the anchor's absolute position is the number of positions before it."""
     target, text, draft = overfit
     seen, original = [], DSpine.forward_blocks
-    monkeypatch.setattr(DSpine, "forward_blocks", lambda self, x, anchors, kv, *rest: (
-        seen.append((int(anchors), kv[0][0].shape[2])), original(self, x, anchors, kv, *rest))[1])
+    monkeypatch.setattr(DSpine, "forward_blocks", lambda self, x, anchors, kv, *rest, **options: (
+        seen.append((int(anchors), kv[0][0].shape[2])),
+        original(self, x, anchors, kv, *rest, **options))[1])
     done = 4
     for step in generate(target, draft, prompt(4), max_new_tokens=30):
         done += len(step.tokens)
@@ -1535,6 +1579,7 @@ def test_stream_never_splits_a_character(small, size):
     (["--max-new-tokens", "-1"], "must not be negative"),
     (["--max-new-tokens", "5000"], "512 positions"),
     (["--raw", "--system", "x"], "needs a chat template"),
+    (["--trace", "--quiet"], "--quiet prints the answer alone"),
 ])
 def test_bad_input_is_one_line(small, small_draft, capsys, flags, message):
     if "cuda" in flags[-1] and torch.cuda.is_available():
@@ -1579,6 +1624,119 @@ def test_quiet_prints_the_answer_alone(small, small_draft, capsys):
         target, ids, max_new_tokens=8, eos_token_ids=program.eos_ids(target, tokenizer)))
     out = capsys.readouterr()
     assert out.out == tokenizer.decode(plain, skip_special_tokens=True) + "\n" and out.err == ""
+
+
+def rounds_of(small, draft_folder, text="hi", **settings):
+    """Records of a generation, its traces, tokens, and the draft and tokenizer."""
+    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
+    draft, seen, traces, records = program.load_draft(draft_folder, target), [], [], []
+    stream = program.TextStream(tokenizer)
+
+    def look(step):
+        traces.append(seen.pop() if seen else None)
+        records.append(program.round_record(step, traces[-1], draft, tokenizer, stream))
+    draft.watch = seen.append
+    ids = program.build_prompt(tokenizer, text)
+    tokens, stats = collect(program.watched(
+        generate(target, draft, ids, max_new_tokens=40, **settings), look))
+    return records, traces, tokens, stats, draft, tokenizer
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rounds_say_what_happened(small, small_draft, temperature):
+    settings = dict(temperature=temperature, eos_token_ids=[])
+    seeded = lambda: torch.Generator().manual_seed(5)
+    records, traces, tokens, stats, draft, tokenizer = rounds_of(
+        small, small_draft, copy=True, generator=seeded(), **settings)
+    draft.watch, target = None, program.load_target(str(small), torch.float32, "cpu")[0]
+    assert tokens == collect(generate(target, draft, program.build_prompt(tokenizer, "hi"),
+                                      max_new_tokens=40, copy=True, generator=seeded(),
+                                      **settings))[0]
+    assert {"draft", "target"} <= {r["source"] for r in records}
+    assert len(records) == 1 + stats.target_forwards
+    codes = F.normalize(draft.transfer_codes, dim=-1)
+    for record, trace in zip(records, traces):
+        assert (trace is None) == (record["source"] != "draft") == ("positions" not in record)
+        if trace is None:
+            continue
+        verdicts = [p["verdict"] for p in record["positions"]]
+        kept, T = record["accepted"], record["proposed"]
+        assert verdicts == (["kept"] * kept + ["refused"] + ["not judged"] * (T - kept - 1))[:T]
+        for t, p in enumerate(record["positions"]):
+            assert p["row"] == (record["positions"][t - 1]["chosen"] if t else 0)
+            scores = trace.cache[0, t, p["row"]]
+            assert p["scores"] == [round(x, 2) for x in scores.tolist()]
+            assert temperature or p["chosen"] == int(scores.argmax())
+            assert all(97 < sum(row) < 103 for row in p["percent"])
+            for l, nearest in enumerate(p["layers"]):
+                cosine = F.cosine_similarity(codes, trace.layer_features[l, 0, t][None])
+                assert nearest[0] == (program.visible(tokenizer, int(cosine.argmax())),
+                                      round(float(cosine.max()), 2))
+
+
+def test_a_round_cut_by_the_end_says_so():
+    letters = SimpleNamespace(decode=lambda ids, **_: "".join(chr(97 + i) for i in ids),
+                              convert_ids_to_tokens=lambda i: chr(97 + i))
+    draft = SimpleNamespace(transfer_codes=torch.eye(5))
+    trace = dspine.DraftTrace(torch.tensor([0]), torch.ones(1, 1, 3, 5), torch.tensor(
+        [[[1, 2], [3, 4], [0, 1]]]), torch.zeros(1, 3, 2, 2), torch.zeros(1, 3, dtype=torch.long))
+    step = dspine.Step([1], proposed=3, accepted=2, source="draft")
+    record = program.round_record(step, trace, draft, letters, program.TextStream(letters))
+    assert [p["verdict"] for p in record["positions"]] == ["kept", "past the end", "refused"]
+    assert record["added"] is None and record["text"] == [("draft", "b")]
+
+
+def test_visible_tokens(small):
+    tokenizer = program.load_target(str(small), torch.float32, "cpu")[1]
+    byte = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    spelled = lambda text: [program.visible(tokenizer, i) for i in byte(text)]
+    assert spelled(" \n\tx\x1b<") == ["␣", "↵", "⇥", "x", "\\x1b", "<"]
+    assert all(len(piece) == 1 and piece != "\ufffd" for piece in spelled("🙂"))
+    assert program.visible(tokenizer, 263) == "<263>"  # a row of the head without a token
+    assert program.fit("日本語", 5) == "日本…" and program.fit("ab", 3) == "ab "
+    assert program.fit("日本語", 4) == "日… "
+    spaced = SimpleNamespace(decode=lambda ids, **_: "the", convert_ids_to_tokens=lambda i: "▁the")
+    assert program.visible(spaced, 5) == "␣the"
+
+
+@pytest.mark.parametrize("flags", [["--trace"], ["--trace", "--no-copy"], ["--show-blocks"],
+                                   ["--trace", "--temperature", "0.8"]])
+def test_watching_in_plain_text(small, small_draft, capsys, flags):
+    """Without a terminal: no escapes; without its marks the text is the answer."""
+    base = [*flags_for(small, small_draft), "--max-new-tokens", "40"]
+    rest = [f for f in flags if f not in ("--trace", "--show-blocks")]
+    assert program.main([*base, *rest, "--quiet"]) == 0
+    answer = capsys.readouterr().out
+    assert program.main([*base, *flags]) == 0
+    out, err = capsys.readouterr()
+    assert "\033" not in out and out.startswith("written by: ‹draft› «copy» target\n")
+    assert out[-len(answer):] == answer or re.sub("[‹›«»]", "", out).endswith(answer)
+    if "--trace" in flags:
+        forwards = int(re.search(r"(\d+) target forwards", err).group(1))
+        assert len(re.findall(r"^round \d+: ", out, re.M)) == forwards
+        proposed = sum(int(n) for n in re.findall(r"draft proposes (\d+)", out))
+        assert proposed and proposed == len(re.findall(r"^ +\d+ .*%", out, re.M))
+        assert ("copies" in out) == ("by copy" in err and " 0 by copy" not in err)
+
+
+def test_colours_only_where_the_terminal_has_them(small, small_draft, capsys, monkeypatch):
+    base = [*flags_for(small, small_draft), "--max-new-tokens", "12", "--trace"]
+    for setting, coloured in (({"NO_COLOR": "", "TERM": "xterm"}, True),
+                              ({"NO_COLOR": "1", "TERM": "xterm"}, False),
+                              ({"NO_COLOR": "", "TERM": "dumb"}, False)):
+        with monkeypatch.context() as patch:
+            for name, value in setting.items():
+                patch.setenv(name, value)
+            patch.setattr(sys.stdout, "isatty", lambda: True)
+            assert program.main(base) == 0
+        out = capsys.readouterr().out
+        assert ("\033[32mdraft\033[0m" in out) == coloured == ("‹" not in out)
+
+
+def test_ablations_are_named_in_a_trace():
+    said = lambda **kind: program.ablations(config_for(tiny(), **kind))
+    assert said() == [] and len(said(inject="none", select="argmax")) == 2
+    assert "last" in said(inject="last")[0]
 
 
 def test_compare_tells_rounding_from_a_fault(small):
@@ -2355,12 +2513,67 @@ def test_batch_says_where_it_stops_paying(batch, capsys, fast, slow, said):
     assert said in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def probe():
-    spec = importlib.util.spec_from_file_location("probe", ROOT / "bench" / "probe.py")
+def bench_module(name):
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_trace_page(small, small_draft, tmp_path, monkeypatch, capsys):
+    """One page without external resources; whatever the text holds, it stays text."""
+    from html.parser import HTMLParser
+    module, out = bench_module("trace"), tmp_path / "trace.html"
+    evil = "</script><script>alert('1')</script> <!-- \"&amp; {{data}} \u2028"
+    args = lambda *more: module.parse_args([
+        evil, "hi", "--target", str(small), "--draft", str(small_draft), "--max-new-tokens", "12",
+        "--out", str(out), *more])
+    assert module.run(args()) == 0
+    made = out.read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=|url\(|@import|fetch\(|innerHTML|\{\{", made.replace(
+        "{{data}}", "")) and len(made) < 300_000
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.html"]
+
+    class Reader(HTMLParser):
+        tags, text, inside = [], {}, None
+
+        def handle_starttag(self, tag, attributes):
+            self.tags.append(tag)
+            self.inside = dict(attributes).get("class") or dict(attributes).get("id")
+
+        def handle_data(self, data):
+            self.text.setdefault(self.inside, []).append(data)
+    reader = Reader()
+    reader.feed(made)
+    assert reader.tags.count("script") == 2 and reader.text["prompt"][0] == evil
+    data = json.loads(reader.text["data"][0])
+    assert [d["prompt"] for d in data] == [evil, "hi"]
+    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
+    plain, _ = collect(generate_plain(target, program.build_prompt(tokenizer, "hi"),
+                                      max_new_tokens=12,
+                                      eos_token_ids=program.eos_ids(target, tokenizer)))
+    text = "".join(words for r in data[1]["rounds"] for _, words in r["text"])
+    assert text == tokenizer.decode(plain, skip_special_tokens=True)
+
+    def fails(self, *_, **__):
+        raise OSError("disk full")
+    monkeypatch.setattr(Path, "write_text", fails)
+    assert program.guarded("trace.py", module.run, args()) == 1
+    assert "disk full" in capsys.readouterr().err
+    assert out.read_text(encoding="utf-8") == made
+    assert program.guarded("trace.py", module.run, args("--out", str(tmp_path / "no" / "x"))) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_the_example_page_is_of_this_version():
+    made = (ROOT / "assets" / "trace.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', made)[1])
+    assert bench_module("trace").page(data, []) == made and len(made) < 300_000
+
+
+@pytest.fixture(scope="module")
+def probe():
+    return bench_module("probe")
 
 
 def probed(**overrides):
@@ -2975,12 +3188,13 @@ def test_graphed_kernel_steps_equal_plain_steps(temperature):
         state.draft_head = graphed.draft_head
     pairs = [(copy.copy(state), state) for state in states]
     generators = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
-    replayed, replay = [], graphed.replay
+    replayed, replay, seen = [], graphed.replay, []
     graphed.replay = lambda *key: (replayed.append(key), replay(*key))[1]
     for i in range(22):
         mine, theirs = pairs[i % 7 == 3]
         taps = torch.randn(1 + i * 5 % 6, draft.fc.in_features, device=DEVICE)
         given = taps, i, 3 if i == 8 else 5
+        draft.watch = seen.append if i == 12 else None
         got, want = (drafter.propose(state, *given, temperature=temperature, generator=generator)
                      for drafter, state, generator in ((graphed, mine, generators[0]),
                                                        (draft, theirs, generators[1])))
@@ -2988,6 +3202,7 @@ def test_graphed_kernel_steps_equal_plain_steps(temperature):
         assert torch.equal(got.candidate_ids, want.candidate_ids)
         torch.testing.assert_close(got.probs, want.probs, atol=1e-4, rtol=1e-3)
     assert {bucket for bucket, _ in replayed} == {16, 32, 60} and len(replayed) < 22
+    assert len(seen) == 2 and torch.equal(seen[0].rows, seen[1].rows)  # watched steps are plain
 
 
 def test_graphed_kernel_step_of_several_requests():
