@@ -741,8 +741,27 @@ class DSpine(nn.Module):
         anchor_ids [N] stand at positions starts [N]; row n sees context columns < starts[n].
         uniform [N, T] as in select_path. Returns tokens [N, T], candidate_ids, probs [N, T, K].
         """
+        c, ops = self.config, operations(self.kernels, self.fc.weight)
+        hidden, pre, features = self.run_blocks(state, anchor_ids, starts, length)
+        scores, candidate_ids = self.candidates(hidden, state.draft_head)   # [N, T, K]
+        check_scores(scores)
+        if c.select == "argmax":  # one-hot: sampling each position alone makes incoherent blocks
+            cache, temperature = scores[..., None, :].float().expand(-1, -1, c.top_k, -1), 0.0
+        else:
+            cache = ops.transition_cache(self, pre, candidate_ids, anchor_ids, state.lm_head)
+        tokens, rows, probs = ops.select_path(cache, candidate_ids, temperature, generator,
+                                              top_k=top_k, top_p=top_p, uniform=uniform)
+        if self.watch is not None:
+            self.watch(DraftTrace(anchor_ids, features, candidate_ids, cache, rows))
+        return Proposal(tokens, candidate_ids, probs)
+
+    def run_blocks(self, state: DraftState, anchor_ids, starts, length: int) -> tuple:
+        """The parallel half of propose_rows: everything before the choice of tokens.
+
+        hidden_states and pre_injection [N, T, H] of the T = length proposed positions, and their
+        layer_features [L, N, T, r] where somebody watches, else None.
+        """
         c, device, N = self.config, self.fc.weight.device, len(anchor_ids)
-        ops = operations(self.kernels, self.fc.weight)
         causal = c.attention == "causal"
         B = length + 1 if causal else c.block_size  # a causal prefix does not depend on the rest
         inputs = torch.full((N, 1, B), c.mask_token_id, device=device)
@@ -754,21 +773,9 @@ class DSpine(nn.Module):
             features=self.watch is not None)
         # dense copies: F.linear over a slice would give each row its own copy of the head
         dense = lambda x: x[:, 0, 1:length + 1].clone(memory_format=torch.contiguous_format)
-        hidden, pre = dense(out.hidden_states), dense(out.pre_injection)    # [N, T, H]
-        scores, candidate_ids = self.candidates(hidden, state.draft_head)   # [N, T, K]
-        if not scores.isfinite().all():
-            raise FloatingPointError("the draft's scores are not finite (float16 overflow?): "
-                                     "use bfloat16 or float32")
-        if c.select == "argmax":  # one-hot: sampling each position alone makes incoherent blocks
-            cache, temperature = scores[..., None, :].float().expand(-1, -1, c.top_k, -1), 0.0
-        else:
-            cache = ops.transition_cache(self, pre, candidate_ids, anchor_ids, state.lm_head)
-        tokens, rows, probs = ops.select_path(cache, candidate_ids, temperature, generator,
-                                              top_k=top_k, top_p=top_p, uniform=uniform)
-        if self.watch is not None:
-            self.watch(DraftTrace(anchor_ids, out.layer_features[:, :, 0, 1:length + 1],
-                                  candidate_ids, cache, rows))
-        return Proposal(tokens, candidate_ids, probs)
+        features = out.layer_features
+        return (dense(out.hidden_states), dense(out.pre_injection),
+                None if features is None else features[:, :, 0, 1:length + 1])
 
     def decoder(self, block_size: int | str | None = None) -> "TransformersDecoder":
         """For transformers: target.generate(**inputs, custom_generate=draft.decoder())."""
@@ -864,6 +871,12 @@ class DSpine(nn.Module):
         return draft if target is None else draft.to(target.device, target.dtype)
 
 
+def check_scores(scores: torch.Tensor):
+    if not scores.isfinite().all():
+        raise FloatingPointError("the draft's scores are not finite (float16 overflow?): "
+                                 "use bfloat16 or float32")
+
+
 def check_tensors(folder, tensors: dict, shapes: dict):
     """Raise one ValueError that names every missing, unexpected or wrongly shaped tensor."""
     wrong = [f"missing {k}" for k in shapes if k not in tensors]
@@ -948,6 +961,13 @@ def columns(labels, vocab) -> tuple[torch.Tensor, torch.Tensor]:
     return at, vocab[at] == labels
 
 
+def ce_and_l1(log_q, labels, p, vocab=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """-log Q(y) and sum_v |Q(v) - P(v)| [tokens]: log Q and the target's P [tokens, V']."""
+    at, known = columns(labels, vocab)
+    ce = -log_q.gather(-1, at[:, None])[:, 0] * known
+    return ce, 2 * (log_q.exp() - p).clamp_min(0).sum(-1)
+
+
 def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig, softcap=None,
                       vocab=None):
     """The four terms that look at logits, a value a token: [4, tokens]; candidates [tokens, K].
@@ -964,9 +984,7 @@ def vocabulary_losses(hidden, refined, labels, teacher, lm_head, c: DSpineConfig
     head = lm_head if vocab is None else lm_head[vocab]
     log_q = F.linear(hidden, head).float().log_softmax(-1)                  # [tokens, V']
     p = teacher_distribution(teacher, lm_head, softcap)                     # [tokens, V]
-    at, known = columns(labels, vocab)
-    ce = -log_q.gather(-1, at[:, None])[:, 0] * known
-    l1 = 2 * (log_q.exp() - (p if vocab is None else p[:, vocab])).clamp_min(0).sum(-1)
+    ce, l1 = ce_and_l1(log_q, labels, p if vocab is None else p[:, vocab], vocab)
     candidates = log_q.detach().topk(c.top_k, dim=-1).indices               # [tokens, K]
     candidates = candidates if vocab is None else vocab[candidates]
     p = p.gather(-1, candidates)
@@ -982,6 +1000,11 @@ def candidate_losses(refined, labels, candidates, p, lm_head, c: DSpineConfig):
         l1' = sum |Q' - p / sum p|, 0 where the candidates' mass sum p <= 1e-4
     """
     scores = (lm_head[candidates] @ refined[..., None].to(lm_head.dtype))[..., 0]  # [tokens, K]
+    return candidate_score_losses(scores, labels, candidates, p, c)
+
+
+def candidate_score_losses(scores, labels, candidates, p, c: DSpineConfig):
+    """The two losses above for given scores of the candidates [tokens, K]."""
     log_q = scores.float().log_softmax(-1)
     ce = -(log_q * (candidates == labels[:, None])).sum(-1)                 # at most one is y
     mass = p.sum(-1, keepdim=True)

@@ -31,8 +31,11 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+sys.path.append(str(Path(__file__).resolve().parent / "bench"))
 import dspine
+import family
 import generate as program
+import heads
 import kernels
 import train_small as training
 from dspine import (DSpine, DSpineConfig, Injection, Plain, Proposal, collect, generate,
@@ -878,30 +881,26 @@ def test_path_frequencies_equal_the_returned_probs(filters):
             assert (share - expected).abs().sum() / 2 < bound
 
 
-def pair_frequencies(p_first, p_second, q_first, q_second, filters, draws):
-    """Frequencies [V, V] of two tokens, decoded by select_path and verify_sampled in rounds.
+def sobol(draws: int, columns: int):
+    return torch.quasirandom.SobolEngine(columns, scramble=True, seed=0).draw(draws).clamp_max(
+        1 - 2 ** -24)
 
-    p: target logits [V], [V, V] (by first token); q: the draft's candidates and scores likewise.
-    Quasi-random numbers instead of random ones make few draws enough.
+
+def pair_frequencies(p_first, p_second, proposals, filters, u):
+    """Frequencies [V, V] of two tokens, decoded by verify_sampled in rounds; the exact ones.
+
+    p: target logits [V], [V, V] (by first token); proposals of two tokens, a row a draw.
+    Quasi-random numbers u [draws, 4] instead of random ones make few draws enough.
     """
-    V = len(p_first)
+    V, draws = len(p_first), len(u)
     first, second = (dspine.sampling_distribution(p, **filters) for p in (p_first, p_second))
-    u = torch.quasirandom.SobolEngine(6, scramble=True, seed=0).draw(draws).clamp_max(1 - 2 ** -24)
-    K = q_second[0].shape[1]
     counts = torch.zeros(V, V)
-    q1 = dspine.sampling_distribution(q_first[1], **filters)
-    q2 = dspine.sampling_distribution(q_second[1], **filters)               # [V, K] by first token
-    for i in range(draws):
-        a = int(dspine.inverse_cdf(q1, u[i, 0]))
-        x1 = int(q_first[0][a])
-        b = int(dspine.inverse_cdf(q2[x1], u[i, 1]))
-        x2 = int(q_second[0][x1, b])
-        proposal = Proposal(torch.tensor([x1, x2]), torch.stack((q_first[0], q_second[0][x1])),
-                            torch.stack((q1, q2[x1])))
+    for i, proposal in enumerate(zip(*proposals)):
+        x1, x2 = proposal[0].tolist()
         target = torch.stack((first, second[x1], second[x2]))
-        accepted, token = dspine.verify_sampled(target, proposal, u[i, 2:5])
+        accepted, token = dspine.verify_sampled(target, Proposal(*proposal), u[i, :3])
         if accepted == 0:  # the second token comes from another round, by plain sampling
-            pair = token, int(dspine.inverse_cdf(second[token], u[i, 5]))
+            pair = token, int(dspine.inverse_cdf(second[token], u[i, 3]))
         else:
             pair = x1, x2 if accepted == 2 else token
         counts[pair] += 1
@@ -918,9 +917,14 @@ def test_sampled_pairs_have_the_targets_distribution(filters, quality):
     K = 1 if quality == "one-hot" else 3
     def draft(p):
         scores, candidates = (p + torch.randn(p.shape, generator=g) * noise).topk(K)
-        return candidates, scores
-    got, exact = pair_frequencies(p_first, p_second, draft(p_first), draft(p_second), filters,
-                                  draws=8192)
+        return dspine.sampling_distribution(scores, **filters), candidates
+    (q1, ids1), (q2, ids2), u = draft(p_first), draft(p_second), sobol(8192, 6)
+    x1 = ids1[dspine.inverse_cdf(q1.expand(8192, K), u[:, 0])]
+    q2, ids2 = q2[x1], ids2[x1]                                             # [draws, K]
+    x2 = ids2.gather(1, dspine.inverse_cdf(q2, u[:, 1])[:, None])[:, 0]
+    proposals = Proposal(*(torch.stack(pair, dim=1) for pair in (
+        (x1, x2), (ids1.expand(8192, K), ids2), (q1.expand(8192, K), q2))))
+    got, exact = pair_frequencies(p_first, p_second, proposals, filters, u[:, 2:])
     assert (got - exact).abs().sum() / 2 < 0.01
     assert not got[exact == 0].any()
 
@@ -2196,7 +2200,7 @@ def test_repetition_and_summary():
     assert training.repetition(list(range(20))) == 0 and training.repetition([1, 2] * 20) > 0.9
     run = lambda lengths, seconds: {
         "accept_lengths": lengths, "decode_seconds": seconds, "prefill_seconds": 0.1,
-        "repetition": 0.0, "new_tokens": 1 + sum(lengths)}
+        "draft_seconds": seconds / 2, "repetition": 0.0, "new_tokens": 1 + sum(lengths)}
     x = training.summarise([{"plain": run([1] * 6, 6.0), "x": run([3, 2, 1], 2.0)}] * 3)["x"]
     assert x["acceptance_length"] == 2 and x["ratio"] == 3
     assert x["histogram"] == {1: 3, 2: 3, 3: 3}
@@ -2770,6 +2774,278 @@ def test_probe_refuses_a_draft_without_messages(probe):
     for overrides in (dict(inject="none"), dict(block_size=2)):
         with pytest.raises(ValueError, match="nothing to probe"):
             probe.check_draft(random_draft(tiny(), **overrides))
+
+
+# -------------------------------------------------------------------------------------------------
+# The family: bench/heads.py, bench/family.py
+# -------------------------------------------------------------------------------------------------
+
+HEADS = [heads.DFlash, heads.DSpark, heads.Domino, heads.DFlash2, heads.Eagle3]
+
+
+def random_head(kind, draft):
+    """A head of every kind in which every term does something."""
+    torch.manual_seed(1)
+    head = kind.from_backbone(draft).requires_grad_(False).eval()
+    for p in head.parameters():
+        p += torch.randn_like(p) * 0.3
+    return head
+
+
+@pytest.mark.parametrize("vocab", [None, torch.arange(1, 97, 2)])
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_are_lossless(kind, vocab):
+    target = tiny()
+    head = random_head(kind, random_draft(target))
+    if vocab is not None:
+        head.set_draft_vocab(vocab)
+    tokens, stats = collect(generate(target, head, prompt(), max_new_tokens=30))
+    assert tokens == truth(target)[:30] and stats.target_forwards > 0
+    sampled, _ = collect(generate(target, head, prompt(), max_new_tokens=30, temperature=1.0))
+    assert len(sampled) == 30
+
+
+@pytest.mark.parametrize("filters", [
+    dict(temperature=1.0), dict(temperature=0.7, top_k=4, top_p=0.85)])
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_sample_the_target(kind, filters):
+    """C23, C24: pairs that a head itself proposes, many rows at once, give the target's."""
+    draws, ids = 2048, prompt(4, vocab=5)
+    target = tiny(vocab_size=5, num_hidden_layers=2, initializer_range=0.2)
+    head = random_head(kind, random_draft(
+        target, target_layer_ids=[0], num_hidden_layers=1, block_size=3, mask_token_id=4,
+        transfer_rank=3, top_k=3))
+    state = head.start(target)
+    head.extend_context(state, torch.randn(4, 32))
+    state.keys_values = [tuple(x.expand(draws, -1, -1, -1) for x in kv)
+                         for kv in state.keys_values]
+    if state.feature is not None:
+        state.feature = state.feature.expand(draws, -1)
+    u, g = sobol(draws, 6), torch.Generator().manual_seed(1)
+    proposals = head.propose_rows(state, torch.full((draws,), 2), torch.full((draws,), 4), 2,
+                                  uniform=u[:, :2], **filters)
+    p_first, p_second = torch.randn(5, generator=g) * 1.5, torch.randn(5, 5, generator=g) * 1.5
+    got, exact = pair_frequencies(p_first, p_second, proposals, filters, u[:, 2:])
+    assert (got - exact).abs().sum() / 2 < 0.02
+    assert not got[exact == 0].any()
+
+
+def serial_and_parallel(head, vocab):
+    """A sampled block's distributions [T, K], and those of the training forward on its tokens."""
+    target, states, ids = tiny(), torch.randn(1, 24, 64), prompt(24)
+    if vocab is not None:
+        head.set_draft_vocab(vocab)
+    embed, lm_head = (m.weight for m in (target.get_input_embeddings(),
+                                         target.get_output_embeddings()))
+    anchors, T = torch.tensor([[4, 9, 17]]), head.config.block_size - 1
+    blocks, steps = torch.zeros(1, 3, T + 1, dtype=torch.long), []
+    for j, p in enumerate(anchors[0].tolist()):
+        steps.append(head.propose(head.start(target), states[0, :p], int(ids[0, p]), T,
+                                  temperature=1.0, generator=torch.Generator().manual_seed(j)))
+        blocks[0, j] = torch.cat((ids[0, p:p + 1], steps[-1].tokens))
+    head.trained_slots = T
+    out = head(blocks, states, anchors, embed)
+    hidden, pre = out.hidden_states[0, :, 1:], out.pre_injection[0, :, 1:]
+    extra = head.refine(pre, blocks[0, :, :-1])
+    logits = head.logits(hidden, extra, head.matrices(lm_head))             # [A, T, V']
+    if isinstance(head, heads.DFlash2):
+        ids = torch.stack([s.candidate_ids for s in steps])                 # [A, T, K]
+        at = ids if vocab is None else torch.searchsorted(vocab, ids)
+        path = (head.right(ids) * extra[:, :, None]).sum(-1)
+        logits = logits.gather(-1, at) + path
+    return torch.stack([s.probs for s in steps]), logits.softmax(-1)
+
+
+@pytest.mark.parametrize("vocab", [None, torch.arange(1, 97, 2)])
+@pytest.mark.parametrize("kind", HEADS[1:])
+def test_heads_score_in_training_as_in_decoding(kind, vocab):
+    """Teacher-forced scores, all blocks in parallel = serial ones, for the tokens chosen there."""
+    serial, parallel = serial_and_parallel(random_head(kind, random_draft(tiny())), vocab)
+    close(serial, parallel, 1e-5)
+    assert (serial[:, 1:] - serial[:, :-1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", [heads.DSpark, heads.Domino])
+def test_serial_heads_by_hand(kind):
+    """The equations in the docstrings, token after token."""
+    head, ids = random_head(kind, random_draft(tiny())), prompt(5)
+    hidden, z = torch.randn(5, 32), torch.zeros(heads.RANK)
+    got, _ = head.summary(ids)
+    for t, token in enumerate(ids[0]):
+        if kind is heads.DSpark:
+            z = head.first.weight[token]
+        else:
+            x, gru = head.embedding.weight[token], head.gru
+            a, b = (F.linear(x, gru.weight_ih_l0, gru.bias_ih_l0).chunk(3),
+                    F.linear(z, gru.weight_hh_l0, gru.bias_hh_l0).chunk(3))
+            reset, keep = torch.sigmoid(a[0] + b[0]), torch.sigmoid(a[1] + b[1])
+            z = keep * z + (1 - keep) * torch.tanh(a[2] + reset * b[2])
+        close(got[0, t], z, 1e-4)
+        head_row = tiny().get_output_embeddings().weight
+        scores = head.logits(hidden[t], got[0, t], head.matrices(head_row))
+        close(scores, head_row @ hidden[t] + head.second.weight @ z, 1e-3)
+
+
+def test_convolution_by_hand():
+    """Two blocks do not touch; at the start it is the identity, and so is the whole head."""
+    c = config_for(tiny())
+    conv, x = heads.Convolution(c), torch.randn(1, 12, 32)
+    assert torch.equal(conv(x), x)
+    torch.nn.init.normal_(conv.gate.weight)
+    for i, y in enumerate(conv(x)[0]):
+        a, b = torch.tanh(conv.gate.weight @ x[0, i]).chunk(2)
+        before = x[0, i - 1] if i % 6 else torch.zeros(32)
+        for channel in range(32):
+            g = channel // 16
+            close(y[channel], x[0, i, channel] * (1 + a[g]) + b[g] * before[channel], 1e-5)
+
+
+def test_heads_begin_as_the_backbone():
+    """DFlash is DSpine's ablation; DSpark, Domino and DFlash2 propose the same before training."""
+    target, states = tiny(), torch.randn(9, 64)
+    form = dict(inject="none", attention="bidirectional", select="argmax")
+    draft = random_draft(target, **form)
+    propose = lambda d: d.propose(d.start(target), states, 3, 5)
+    want = propose(draft)
+    for kind in HEADS[:4]:
+        head = kind.from_backbone(draft).requires_grad_(False)
+        got = propose(head)
+        assert torch.equal(got.tokens, want.tokens)
+        out = head(prompt(6)[None], states[None], torch.tensor([[9]]),
+                   target.get_input_embeddings().weight)
+        assert torch.equal(out.hidden_states, draft(
+            prompt(6)[None], states[None], torch.tensor([[9]]),
+            target.get_input_embeddings().weight).hidden_states)
+    assert all(torch.equal(a, b) for a, b in zip(propose(heads.DFlash.from_backbone(draft)), want))
+    assert heads.DFlash.from_backbone(draft).config == draft.config
+
+
+def head_trainer(small, out, kind, steps=3):
+    t = make_trainer(small, out, flags=("--supervise", "none", "--steps", str(steps)))
+    return family.HeadTrainer(t.args, kind.from_backbone(t.draft), t.target, t.rows, out, None)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_train_save_and_load(kind, small, tmp_path):
+    """Three steps move every parameter; the same rows and anchors as DSpine; back from disk."""
+    t = head_trainer(small, tmp_path, kind)
+    mine, theirs = t.blocks(1), make_trainer(small, tmp_path / "dspine").blocks(1)
+    slots = t.draft.trained_slots
+    assert torch.equal(mine[0], theirs[0])
+    assert torch.equal(mine[1][..., :slots], theirs[1][..., :slots])
+    before = {n: p.detach().clone() for n, p in t.draft.named_parameters()}
+    training.train(t)
+    assert [n for n, p in t.draft.named_parameters() if torch.equal(p, before[n])] == []
+    t.draft.save_pretrained(tmp_path / "head", slim=True)
+    head = kind.from_pretrained(tmp_path / "head", t.target)
+    run = lambda d: collect(generate(t.target, d, prompt(), max_new_tokens=20, temperature=1.0,
+                                     generator=torch.Generator().manual_seed(0)))
+    (a, b), (c, d) = run(head), run(t.draft.eval())
+    assert a == c and b.accept_lengths == d.accept_lengths
+
+
+def test_heads_loss_by_hand(small, tmp_path):
+    """DSpark: the weighted mean of a ce + (1-a) l1, slot by slot, with its gradient."""
+    t = head_trainer(small, tmp_path, heads.DSpark)
+    torch.nn.init.normal_(t.draft.second.weight, std=0.1)
+    row, (anchors, supervised, _) = t.rows[1], t.blocks(1)
+    ids, (taps, last) = torch.tensor([row["ids"]]), t.states[1]
+    blocks = dspine.gather_blocks(ids, anchors, 4)
+    ((loss, _),) = t.forward([1], [t.blocks(1)])
+    out, total, weight = t.draft(blocks, taps, anchors, t.embed), 0.0, 0.0
+    for _, j, s in supervised.nonzero().tolist():
+        prev, label, w = blocks[0, j, s], blocks[0, j, s + 1], math.exp(-s / 7)
+        q = (t.head @ out.hidden_states[0, j, s + 1]
+             + t.draft.second.weight @ t.draft.first.weight[prev]).softmax(-1)
+        p = (t.head @ last[0, anchors[0, j] + s]).softmax(-1)
+        a = t.ce_weight()
+        total = total + w * (-a * q[label].log() + (1 - a) * (q - p).abs().sum())
+        weight += w
+    close(loss, total / weight, 1e-5)
+    gradients = [torch.autograd.grad(x, t.draft.first.weight)[0] for x in (loss, total / weight)]
+    close(*gradients, 1e-6)
+
+
+def test_heads_refuse_what_they_can_not_do():
+    draft = random_draft(tiny(hidden_size=40, head_dim=8))
+    with pytest.raises(ValueError, match="16 divides, not 40"):
+        heads.DFlash2.from_backbone(draft)
+    with pytest.raises(ValueError, match="kernels 'off'"):
+        heads.DFlash.from_backbone(draft).use_kernels("auto")
+
+
+@pytest.fixture(scope="session")
+def family_flags(small, tmp_path_factory):
+    """Prompts, a corpus and sizes for bench/family.py."""
+    folder, g = tmp_path_factory.mktemp("family"), torch.Generator().manual_seed(5)
+    (folder / "set.jsonl").write_text('{"prompt": "hello"}\n', encoding="utf-8")
+    rows = [{"ids": torch.randint(1, 250, (n,), generator=g).tolist(), "prompt_length": 4}
+            for n in (9, 30, 17, 24)]
+    training.write_rows(folder / "rows.json", rows)
+    return [str(folder / "set.jsonl"), "--target", str(small), "--corpus",
+            str(folder / "rows.json"), "--dtype", "float32", "--device", "cpu", "--steps", "3",
+            "--layers", "2", "--block-size", "4", "--rank", "12", "--message", "8", "--top-k", "4",
+            "--anchors", "6", "--max-new-tokens", "8", "--no-compile", "--no-progress"]
+
+
+def test_family_end_to_end(family_flags, tmp_path):
+    """Every method and ablation in one program; the second run skips what is finished."""
+    command = [sys.executable, str(ROOT / "bench" / "family.py"), *family_flags,
+               "--out", str(tmp_path), "--draft-vocab", "200",
+               "--methods", *family.METHODS, "full"]
+    first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240,
+                                    env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout and "M parameters" not in second.stdout + second.stderr
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    runs = [f"{name}-{seed}" for seed in (0, 1) for name in family.METHODS]
+    assert list(results["runs"]) == runs
+    rows = [line.split("|")[1].strip() for line in first.stdout.splitlines() if line[:2] == "| "]
+    table = ["method", "plain", "transformers", "prompt lookup", *family.METHODS]
+    assert rows == ["run", *runs, *table, *table]
+    for record in training.read_rows(tmp_path / "decode.jsonl"):
+        assert set(record["records"]) == {"plain", "transformers", "prompt lookup", *runs}
+        if "temperature 0" in record["key"]:
+            assert len({str(r["tokens"]) for r in record["records"].values()}) == 1
+    steps = {r["steps"] for r in results["runs"].values()}
+    assert steps == {3} and not list(tmp_path.glob("*/checkpoint.pt"))
+    assert len(list(tmp_path.glob("states0.*"))) == 2                       # shared: data and done
+
+
+def test_family_goes_on_after_a_stop(family_flags, tmp_path, monkeypatch, capsys):
+    run = lambda out, *flags: family.main([
+        *family_flags, "--out", str(tmp_path / out), "--methods", "domino", "--seeds", "0",
+        "--temperatures", "0", "--save-seconds", "0", *flags])
+    assert run("straight") == 0
+    step = training.Trainer.train_step
+
+    def stops(trainer):
+        if trainer.step == 2:
+            raise KeyboardInterrupt
+        return step(trainer)
+    monkeypatch.setattr(training.Trainer, "train_step", stops)
+    assert run("stopped") == 130 and "goes on" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run("stopped") == 0
+    a, b = (load_file(tmp_path / out / "domino-0" / "model.safetensors")
+            for out in ("straight", "stopped"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    capsys.readouterr()
+    assert run("stopped", "--lr", "1e-4") == 1
+    assert "trained with another lr: use another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--inject", "last"], "--inject belongs to the methods"),
+    (["--init", "draft"], "must be target or random"),
+    (["--temperatures", "-1"], "must be 0 or positive"),
+    (["--sets", "none"], "no prompt sets"), (["--anchors", "0"], "--anchors 0"),
+    (["--corpus", "README.md"], "not valid JSON")])
+def test_family_bad_input_is_one_line(family_flags, tmp_path, capsys, flags, message):
+    assert family.main([*family_flags, "--out", str(tmp_path), *flags]) == 1
+    err = capsys.readouterr().err
+    assert message in err and len(err.strip().splitlines()) == 1
 
 
 # -------------------------------------------------------------------------------------------------

@@ -513,7 +513,11 @@ class TargetStates:
 class Trainer:
     """Model, optimizer and counters of a run: everything a checkpoint holds."""
 
-    def __init__(self, args, draft: DSpine, target, rows: list[dict], out: Path):
+    losses = staticmethod(fused_losses)
+
+    def __init__(self, args, draft: DSpine, target, rows: list[dict], out: Path,
+                 states: Path | None = None):
+        """Checkpoint and log go to `out`; the target's states too, or to `states`, for sharing."""
         self.args, self.draft, self.target, self.rows, self.out = args, draft, target, rows, out
         self.device = target.device
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -527,7 +531,7 @@ class Trainer:
             self.model = torch.nn.parallel.DistributedDataParallel(
                 draft, find_unused_parameters=unused)
         self.states = TargetStates(target, rows, draft.config.target_layer_ids,
-                                   out / f"states{self.rank}", args.cache_gb)
+                                   (states or out) / f"states{self.rank}", args.cache_gb)
         self.embed = target.get_input_embeddings().weight.detach()
         self.head = target.get_output_embeddings().weight.detach()
         self.softcap = softcap(target)
@@ -600,7 +604,7 @@ class Trainer:
                 results.append(objective(
                     self.draft, row, ids[n, :hidden.shape[1]], anchors[n], supervised[n], hidden,
                     self.head, beta=alignment_beta(self.step, c), ce_weight=self.ce_weight(),
-                    softcap=self.softcap, chunk=a.chunk, losses=fused_losses,
+                    softcap=self.softcap, chunk=a.chunk, losses=self.losses,
                     alignment=ALIGNMENTS[a.supervise]))
         return results
 
@@ -759,7 +763,8 @@ def summarise(runs: list[dict]) -> dict:
 
     acceptance_length: emitted tokens after the first, over target forwards. tokens_per_second: of
     those tokens after prefill, median over prompts. ratio: median of the per-prompt ratios, whose
-    two sides are neighbours in time, so that a drifting machine cancels.
+    two sides are neighbours in time, so that a drifting machine cancels. draft_milliseconds: of a
+    draft step, median over prompts.
     """
     median = lambda xs: statistics.median(xs) if xs else float("nan")
     speed = lambda r: sum(r["accept_lengths"]) / max(1e-9, r["decode_seconds"])
@@ -773,6 +778,8 @@ def summarise(runs: list[dict]) -> dict:
             "acceptance_length": round(sum(lengths) / max(1, len(lengths)), 3),
             "tokens_per_second": round(median([speed(r) for r, _ in pairs]), 2),
             "ratio": round(median([speed(r) / speed(base) for r, base in pairs]), 3),
+            "draft_milliseconds": round(median(
+                [1000 * r["draft_seconds"] / len(r["accept_lengths"]) for r, _ in pairs]), 2),
             "prefill_seconds": round(median([r["prefill_seconds"] for r in records]), 3),
             "repetition": round(sum(r["repetition"] for r in records) / len(records), 3),
             "new_tokens": sum(r["new_tokens"] for r in records),

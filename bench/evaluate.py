@@ -151,6 +151,29 @@ def read_sets(args) -> dict:
     return {f.stem: read_prompts(f)[:args.per_set] for f in files}
 
 
+def decode_sets(methods: dict, sets: dict, tokenizer, out: Path, key: str) -> dict:
+    """Every method on every prompt in turn: name of a set -> records of its prompts, in order.
+
+    They are appended to `out` as they come; those it has under the same key are not made again.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(out)
+    write_rows(out, rows)
+    done = {(r["set"], r["index"]): r["records"] for r in rows if r.get("key") == key}
+    work = [(name, i, text) for name, texts in sets.items() for i, text in enumerate(texts)]
+    if len(done) < len(work):
+        for decode in methods.values():
+            decode(build_prompt(tokenizer, "Hello"))  # warm-up
+    with open(out, "a", encoding="utf-8") as log:
+        for name, i, text in tqdm(work, desc="prompts"):
+            if (name, i) not in done:
+                done[name, i] = decode_in_turn(methods, build_prompt(tokenizer, text))
+                row = {"key": key, "set": name, "index": i, "records": done[name, i]}
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+    return {name: [done[name, i] for i in range(len(texts))] for name, texts in sets.items()}
+
+
 def run(args) -> int:
     sets, draft_file = read_sets(args), Path(args.draft) / "model.safetensors"
     device = default_device(args.device)
@@ -165,26 +188,11 @@ def run(args) -> int:
     methods["prompt lookup"] = transformers_method(*settings, prompt_lookup_num_tokens=10)
     methods = {name: methods[name] for name in args.methods}
 
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     title = conditions(target, args)
     inputs = hashlib.sha256(json.dumps(sets).encode() + draft_file.read_bytes()).hexdigest()[:12]
     key = f"{title}; {fingerprint(target)}; prompts and draft {inputs}; {list(methods)}"
-    rows = read_rows(out)
-    write_rows(out, rows)
-    done = {(r["set"], r["index"]): r["records"] for r in rows if r.get("key") == key}
-    work = [(name, i, text) for name, texts in sets.items() for i, text in enumerate(texts)]
-    for decode in methods.values():
-        decode(build_prompt(tokenizer, "Hello"))  # warm-up
-    with open(out, "a", encoding="utf-8") as log:
-        for name, i, text in tqdm(work, desc="prompts"):
-            if (name, i) not in done:
-                done[name, i] = decode_in_turn(methods, build_prompt(tokenizer, text))
-                row = {"key": key, "set": name, "index": i, "records": done[name, i]}
-                log.write(json.dumps(row) + "\n")
-                log.flush()
-    print_table(title, {name: summarise([done[name, i] for i in range(len(texts))])
-                        for name, texts in sets.items()})
+    print_table(title, {name: summarise(runs) for name, runs in decode_sets(
+        methods, sets, tokenizer, Path(args.out), key).items()})
     return 0
 
 
