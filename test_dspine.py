@@ -2810,7 +2810,7 @@ def test_heads_are_lossless(kind, vocab):
 @pytest.mark.parametrize("kind", HEADS)
 def test_heads_sample_the_target(kind, filters):
     """C23, C24: pairs that a head itself proposes, many rows at once, give the target's."""
-    draws, ids = 2048, prompt(4, vocab=5)
+    draws = 2048
     target = tiny(vocab_size=5, num_hidden_layers=2, initializer_range=0.2)
     head = random_head(kind, random_draft(
         target, target_layer_ids=[0], num_hidden_layers=1, block_size=3, mask_token_id=4,
@@ -2843,6 +2843,9 @@ def serial_and_parallel(head, vocab):
         steps.append(head.propose(head.start(target), states[0, :p], int(ids[0, p]), T,
                                   temperature=1.0, generator=torch.Generator().manual_seed(j)))
         blocks[0, j] = torch.cat((ids[0, p:p + 1], steps[-1].tokens))
+        chosen = steps[-1].candidate_ids == steps[-1].tokens[:, None]
+        assert (steps[-1].probs[chosen] > 0).all() and chosen.sum() == T
+    assert head.trained_slots == (4 if isinstance(head, heads.Eagle3) else T)
     head.trained_slots = T
     out = head(blocks, states, anchors, embed)
     hidden, pre = out.hidden_states[0, :, 1:], out.pre_injection[0, :, 1:]
@@ -2942,6 +2945,8 @@ def test_heads_train_save_and_load(kind, small, tmp_path):
                                      generator=torch.Generator().manual_seed(0)))
     (a, b), (c, d) = run(head), run(t.draft.eval())
     assert a == c and b.accept_lengths == d.accept_lengths
+    t.draft.trained_slots = 2
+    assert t.blocks(1)[1][..., :2].any() and not t.blocks(1)[1][..., 2:].any()
 
 
 def test_heads_loss_by_hand(small, tmp_path):
@@ -2998,6 +3003,7 @@ def test_family_end_to_end(family_flags, tmp_path):
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout and "M parameters" not in second.stdout + second.stderr
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    results = results[" ".join(family.METHODS)]
     runs = [f"{name}-{seed}" for seed in (0, 1) for name in family.METHODS]
     assert list(results["runs"]) == runs
     rows = [line.split("|")[1].strip() for line in first.stdout.splitlines() if line[:2] == "| "]

@@ -301,7 +301,9 @@ def run(args) -> int:
     print_runs(runs)
     results = decode_all(args, target, tokenizer, sets, args.methods,
                          {name: out / name for name in runs})
-    write_json(out / "results.json", {"runs": runs, "tables": results})
+    path = out / "results.json"  # tables of other methods stay
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_json(path, old | {" ".join(args.methods): {"runs": runs, "tables": results}})
     return 0
 
 
