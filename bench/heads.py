@@ -293,7 +293,8 @@ class DFlash2(Head):
         loss = 0.1 ce + 0.9 l1 of W h_t + (0.1 ce' + 0.9 l1') of s_t over the K, teacher-forced
 
     A, B [V, c], D [c, H] = 0 at the start. Departures: the description gives no loss: it is
-    DSpine's without alignment; the path is walked greedily (or sampled) from the left.
+    DSpine's without alignment, nor sizes: c = RANK, and "group 16" is read as GROUP channels a
+    gate; the path is walked greedily (or sampled) from the left.
     """
     FORM = dict(attention="bidirectional")
 
