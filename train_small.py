@@ -1039,6 +1039,8 @@ def run(args) -> int:
     if main:
         export(args, target, draft, rows, eos_ids(target, tokenizer), out)
         print(f"done: python generate.py --draft {out} --prompt ...")
+    if dist.is_initialized():
+        dist.barrier()  # torchrun ends all when one ends badly: none leaves before the export
     return 0
 
 
@@ -1052,4 +1054,9 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a thread of Gloo that still holds a Python object
+        sys.stdout.flush()                   # can abort the interpreter's farewell: skip it
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
