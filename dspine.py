@@ -536,7 +536,7 @@ class DSpine(nn.Module):
     def set_draft_vocab(self, ids: torch.Tensor):
         """Propose these tokens only, ids [V'], as EAGLE-3 does: a departure, for small targets.
 
-        There the head costs as much as the backbone. The target still chooses among all V, so
+        There the head is a large part of a step. The target still chooses among all V, so
         decoding stays lossless. ValueError where ids repeat, leave 0 .. V-1 or are fewer than K.
         """
         V, K, ids = self.config.vocab_size, self.config.top_k, ids.flatten().sort().values
@@ -1360,7 +1360,7 @@ class _Loop:
         self.generator, self.copy, self.stats = generator, copy, Statistics()
         self.device = target.get_input_embeddings().weight.device
         # running means of kept proposals: where copies keep less than the draft, the draft goes,
-        # and an adaptive block is twice as long
+        # and an adaptive block proposes 2 more than twice as many
         self.kept = {"draft": 0.0, "copy": float(self.block_size)}
 
     def clock(self) -> float:

@@ -972,6 +972,28 @@ def test_sampling_end_to_end(filters, draft_vocab):
     assert square < cells + 4 * math.sqrt(2 * cells)
 
 
+def test_sampling_with_adaptive_blocks():
+    """Rounds of 2, 3, .. proposals, as long as the rounds before allow: tokens 6 to 8 of 8."""
+    target, ids, draws = tiny(vocab_size=3, num_hidden_layers=2, initializer_range=0.2), prompt(
+        4, vocab=3), 700
+    draft = random_draft(target, target_layer_ids=[0], num_hidden_layers=1, block_size=6,
+                         mask_token_id=2, transfer_rank=2, top_k=2)
+    g, counts, proposed = torch.Generator().manual_seed(0), torch.zeros(3, 3, 3), set()
+    for _ in range(draws):
+        steps = list(generate(target, draft, ids, max_new_tokens=8, generator=g, temperature=1.0,
+                              block_size="auto"))
+        tokens = [token for step in steps for token in step.tokens]
+        counts[tuple(tokens[5:])] += 1
+        proposed |= {step.proposed for step in steps[1:]}
+    assert {2, 3} <= proposed
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 8)
+    rows = target(torch.cat((ids.expand(len(texts), -1), texts), dim=1),
+                  use_cache=False).logits[:, 3:11].softmax(-1)              # [3^8, 8, V]
+    exact = rows.gather(-1, texts[..., None]).prod(1).view(-1, 3, 3, 3).sum(0) * draws
+    square = ((counts - exact) ** 2 / exact).sum()
+    assert square < 26 + 4 * math.sqrt(2 * 26)
+
+
 def test_seeds():
     """C25: temperature has an effect; a seed decides the whole output."""
     target = tiny()
@@ -2281,7 +2303,8 @@ def test_training_script_for_a_gpu(small, text_file, tmp_path):
         (tmp_path / f"target.gguf.0{i}").write_bytes(piece)
     done = subprocess.run(["bash", str(ROOT / "bench" / "gpu_train.sh"), str(tmp_path), *flags],
                           capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PIECES": "2K"})
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PIECES": "2K",
+                               "PYTHON": sys.executable})
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "target.gguf").read_bytes() == b"GGUF"
     pieces = sorted(tmp_path.glob("model.safetensors.*"))

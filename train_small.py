@@ -100,6 +100,11 @@ def write_rows(path: Path, rows: list[dict]):
         part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def write_json(path: Path, value):
+    with replacing(path) as part:
+        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
 def read_prompts(path) -> list[str]:
     """First user turns of a file: JSON lines with `turns`, `messages` or `prompt`, or plain text,
     one a line. ValueError where it holds none or a line is something else."""
@@ -999,8 +1004,7 @@ def export(args, target, draft: DSpine, rows: list[dict], eos: list[int], out: P
     prompts = [torch.tensor([r["ids"][:r["prompt_length"]]]) for r in held_out]
     tables = evaluate(target, draft, prompts, eos, args.eval_tokens, args.seed,
                       not args.no_progress)
-    with replacing(out / "evaluation.json") as part:
-        part.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "evaluation.json", tables)
     for name, table in tables.items():
         for method, t in table.items():
             print(f"{name}  {method:7s} acceptance {t['acceptance_length']:.2f}  "

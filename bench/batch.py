@@ -47,10 +47,9 @@ from transformers.cache_utils import DynamicLayer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from dspine import Proposal, Statistics, _Loop, inverse_cdf, sampling_distribution  # noqa: E402
-from evaluate import conditions, read_sets  # noqa: E402
-from generate import (DEFAULT_DRAFT, HelpFormatter, block_size, build_prompt,  # noqa: E402
-                      default_block_size, default_device, eos_ids, guarded, load_draft,
-                      load_target)
+from evaluate import add_options, conditions, read_sets  # noqa: E402
+from generate import (HelpFormatter, build_prompt, default_block_size,  # noqa: E402
+                      default_device, eos_ids, guarded, load_draft, load_target)
 from train_small import (fingerprint, follow_own_distribution, read_rows,  # noqa: E402
                          write_rows)
 
@@ -337,23 +336,12 @@ def print_table(title: str, table: dict, greedy: bool):
 def parse_args(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Throughput of several requests at once.",
                                 formatter_class=HelpFormatter)
+    add_options(p, "runs/batch.jsonl")
     add = p.add_argument
-    add("prompts", help="folder of .jsonl files, or one file")
     add("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32],
         help="numbers of requests at once; every one decodes as many prompts as the largest, "
         "batch after batch")
     add("--repeats", type=int, default=3, help="passes over all of it; medians over them")
-    add("--sets", nargs="+", help="names of the sets to take in turn (default: all)")
-    add("--per-set", type=int, default=12, help="prompts of each set")
-    add("--max-new-tokens", type=int, default=128, help="tokens to emit for each prompt")
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--block-size", type=block_size, help="as in generate.py")
-    add("--target", help="as in generate.py")
-    add("--draft", default=str(DEFAULT_DRAFT), help="folder of the draft")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of both")
-    add("--device", help="cpu or cuda (default: cuda if there is one)")
-    add("--out", default="runs/batch.jsonl",
-        help="records; a run with the same conditions goes on")
     return p.parse_args(argv)
 
 

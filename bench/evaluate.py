@@ -120,23 +120,27 @@ def print_table(title: str, tables: dict):
 def parse_args(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Acceptance and speed on prompt sets.",
                                 formatter_class=HelpFormatter)
+    add_options(p, "runs/evaluate.jsonl")
+    p.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD",
+                   default=[name for name in METHODS if name != "transformers"],
+                   help=f"of: {', '.join(METHODS)}; ratios refer to the first")
+    return p.parse_args(argv)
+
+
+def add_options(p: argparse.ArgumentParser, out: str):
+    """Prompts, decoding, the pair of models and the file of records, for batch.py too."""
     add = p.add_argument
     add("prompts", help="folder of .jsonl files, or one file")
     add("--sets", nargs="+", help="names of the sets to take (default: all)")
     add("--per-set", type=int, default=12, help="prompts of each set")
     add("--max-new-tokens", type=int, default=128, help="tokens to emit for each prompt")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--methods", nargs="+", choices=METHODS, metavar="METHOD",
-        default=[name for name in METHODS if name != "transformers"],
-        help=f"of: {', '.join(METHODS)}; ratios refer to the first")
     add("--block-size", type=block_size, help="as in generate.py")
     add("--target", help="as in generate.py")
     add("--draft", default=str(DEFAULT_DRAFT), help="folder of the draft")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of both")
     add("--device", help="cpu or cuda (default: cuda if there is one)")
-    add("--out", default="runs/evaluate.jsonl",
-        help="records; a run with the same conditions goes on")
-    return p.parse_args(argv)
+    add("--out", default=out, help="records; a run with the same conditions goes on")
 
 
 def read_sets(args) -> dict:

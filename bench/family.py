@@ -121,7 +121,7 @@ def train_method(name: str, args, target, tokenizer, rows: list[dict]) -> dict:
                          "use another --out or remove it")
     if run.get("finished"):
         return run
-    write_json(path, {"made_for": made_for})
+    training.write_json(path, {"made_for": made_for})
     draft = make_method(name, args, target, tokenizer, rows)
     kind = training.Trainer if type(draft) is DSpine else HeadTrainer
     trainer = kind(args, draft, target, rows, out, Path(args.out))
@@ -131,14 +131,9 @@ def train_method(name: str, args, target, tokenizer, rows: list[dict]) -> dict:
     draft.to(target.dtype).requires_grad_(False).eval().save_pretrained(out, slim=True)
     run = {"made_for": made_for, "finished": True, "parameters": size, "steps": trainer.step,
            "draft_tokens": trainer.tokens, "seconds": round(trainer.seconds, 1)}
-    write_json(path, run)
+    training.write_json(path, run)
     (out / "checkpoint.pt").unlink()  # mostly the optimizer
     return run
-
-
-def write_json(path: Path, value):
-    with training.replacing(path) as part:
-        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -303,7 +298,7 @@ def run(args) -> int:
                          {name: out / name for name in runs})
     path = out / "results.json"  # tables of other methods stay
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    write_json(path, old | {" ".join(args.methods): {"runs": runs, "tables": results}})
+    training.write_json(path, old | {" ".join(args.methods): {"runs": runs, "tables": results}})
     return 0
 
 

@@ -24,7 +24,7 @@ fi
 [ -f "$out/target.gguf" ] && target=(--target "$out/target.gguf")
 
 # 3 million answer tokens, 32 rows of 128 blocks a step; the published ratio of losses at the end
-python3 train_small.py --out "$out" "${target[@]}" --slim --draft-vocab 8192 --init draft \
+"${PYTHON:-python3}" train_small.py --out "$out" "${target[@]}" --slim --draft-vocab 8192 --init draft \
     --corpus-tokens 3000000 --rows 1024 --batch-rows 32 --micro-rows 16 --chunk 4096 \
     --cache-gb 40 --minutes 8 --lr 2e-3 --save-seconds 60 "$@"
 

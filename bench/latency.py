@@ -30,8 +30,6 @@ and the target: a forward of B tokens against one of 1 token, and the acceptance
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -43,9 +41,11 @@ import torch.nn.functional as F
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import dspine  # noqa: E402
 from dspine import DraftState, DSpine, DSpineConfig, Plain, Proposal, operations  # noqa: E402
+from evaluate import commit, machine  # noqa: E402
+from train_small import write_json  # noqa: E402
 
 RANK = 256  # of the Markov and GRU heads
 SIZES = {
@@ -338,20 +338,13 @@ def bars(times: dict[str, float], c: DSpineConfig, size: str, device, itemsize: 
 
 
 def conditions(device, dtype) -> dict:
-    name = platform.processor()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif (info := Path("/proc/cpuinfo")).exists():
-        lines = info.read_text(encoding="utf-8").splitlines()
-        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
-        name += f", {torch.get_num_threads()} threads"
     try:
         import triton
         version = triton.__version__
     except ImportError:
         version = None
-    return dict(device=device.type, name=name, dtype=str(dtype).removeprefix("torch."),
-                torch=torch.__version__, triton=version, cuda=torch.version.cuda)
+    return dict(device=device.type, name=machine(device), dtype=str(dtype).removeprefix("torch."),
+                torch=torch.__version__, triton=version, cuda=torch.version.cuda, commit=commit())
 
 
 def measure(size: str, device, dtype, args) -> dict:
@@ -369,7 +362,8 @@ def measure(size: str, device, dtype, args) -> dict:
     checked = bars(times, draft.config, size, device, dtype.itemsize)
     about = conditions(device, dtype)
     print(f"\n{size} size, {about['name']}, {about['dtype']}, torch {about['torch']}, triton "
-          f"{about['triton']}; context {args.context}, target of {layers} layers")
+          f"{about['triton']}, commit {about['commit']}; context {args.context}, target of {layers} "
+          "layers")
     for name, ms in times.items():
         print(f"  {name:30} {ms:9.3f} ms")
     for name, (figure, met) in checked.items():
@@ -377,15 +371,6 @@ def measure(size: str, device, dtype, args) -> dict:
     bars_met = {name: dict(figure=figure, met=met) for name, (figure, met) in checked.items()}
     return dict(size=size, context=args.context, target_layers=layers, kernels=args.kernels,
                 milliseconds=times, bars=bars_met, **about)
-
-
-def write_json(path: str, value):
-    """To a temporary name first, then renamed."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
 
 
 def main() -> int:
@@ -414,7 +399,8 @@ def main() -> int:
     results = [measure(size, torch.device(device), getattr(torch, args.dtype), args)
                for device in args.devices for size in args.sizes]
     if args.json:
-        write_json(args.json, results)
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        write_json(Path(args.json), results)
     return 0
 
 

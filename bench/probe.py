@@ -53,7 +53,7 @@ from generate import (DEFAULT_DRAFT, HelpFormatter, default_device, guarded,  # 
                       load_draft, load_target)
 from train_small import (TargetStates, answer_tokens, fingerprint,  # noqa: E402
                          follow_own_distribution, parse_args as training_args, read_rows,
-                         replacing, write_corpus, write_rows)
+                         replacing, write_corpus, write_json, write_rows)
 
 CORRUPTIONS = "other block", "noise"
 
@@ -257,14 +257,12 @@ def print_table(table: Table):
         print(f"| {name} | {' | '.join(map(cell, mean, error))} |")
 
 
-def write_json(path: Path, conditions: str, tokens: list, tables: dict):
+def write_tables(path: Path, conditions: str, tokens: list, tables: dict):
     listed = lambda x: [[None if math.isnan(v) else v for v in row] for row in x.tolist()]
     found = {name: {"title": t.title, "rows": t.rows, "columns": t.columns,
                     "mean": listed(t.mean), "standard_error": listed(t.error)}
              for name, t in tables.items()}
-    with replacing(path) as part:
-        part.write_text(json.dumps({"conditions": conditions, "tokens": tokens, "tables": found},
-                                   indent=1) + "\n", encoding="utf-8")
+    write_json(path, {"conditions": conditions, "tokens": tokens, "tables": found})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -449,7 +447,7 @@ def run(args) -> int:
     print(conditions)
     for table in tables.values():
         print_table(table)
-    write_json(out / "probe.json", conditions, tokens, tables)
+    write_tables(out / "probe.json", conditions, tokens, tables)
     figure = Path(args.figure or out / "probe.png")
     figure.parent.mkdir(parents=True, exist_ok=True)
     if draw(tables, figure):
