@@ -585,14 +585,16 @@ class DSpine(nn.Module):
                        replace=None, features: bool = True) -> DraftOutput:
         """The layers and their injections over embedded blocks x [N, A, B, H].
 
+        A row's blocks may attend in groups of G: keys_values and mask then hold N A/G rows.
         features: compute layer_features, which training and watchers read, else they are None.
         """
         c, (N, A, B, H) = self.config, x.shape
         positions = anchors[..., None] + torch.arange(B, device=x.device)   # [N, A, B]
-        cos, sin = self.rope(positions.flatten(1))
+        rows = len(keys_values[0][0])                                       # N, or N A/G
+        cos, sin = self.rope(positions.view(rows, -1))
         inject, formed = operations(self.kernels, x).adjacent_injection, []
         for l, (layer, kv) in enumerate(zip(self.layers, keys_values)):
-            x = layer(x.view(N, A * B, H), cos, sin, kv, mask).view(N, A, B, H)
+            x = layer(x.view(rows, -1, H), cos, sin, kv, mask).view(N, A, B, H)
             pre = x
             if c.inject == "every" or (c.inject == "last" and l == c.num_hidden_layers - 1):
                 x = inject(self.injection, l, x, anchor_code, true_prev,
@@ -618,11 +620,15 @@ class DSpine(nn.Module):
         inputs = torch.full_like(block_ids, c.mask_token_id)
         inputs[..., 0] = block_ids[..., 0]
         codes = self.code(block_ids[..., :-1])                              # [N, A, T, r]
+        # blocks do not see each other: in groups of G, each a row beside a copy of its context,
+        # a query meets S + G B keys instead of S + A B
+        G = max(g for g in range(1, min(A, 16) + 1) if A % g == 0)
+        keys_values = [tuple(x.repeat_interleave(A // G, dim=0) for x in kv)
+                       for kv in self.context_keys_values(context_states)]
         return self.forward_blocks(
-            F.embedding(inputs, embed).to(self.fc.weight.dtype), anchors,
-            self.context_keys_values(context_states),
-            block_mask(anchors, S, B, c.attention == "causal"), codes[..., 0, :], codes,
-            None if replace is None else replace[..., None, None])
+            F.embedding(inputs, embed).to(self.fc.weight.dtype), anchors, keys_values,
+            block_mask(anchors.view(-1, G), S, B, c.attention == "causal"), codes[..., 0, :],
+            codes, None if replace is None else replace[..., None, None])
 
     # -- token choice (sec. 7) --------------------------------------------------------------------
 
