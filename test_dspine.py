@@ -295,6 +295,24 @@ def test_who_sees_whom(replace):
         assert torch.equal(got[0, 1], out.hidden_states[0, 1]) == (cut == 9)
 
 
+@pytest.mark.parametrize("overrides", [{}, dict(attention="bidirectional")])
+@pytest.mark.parametrize("A", [17, 20, 33])
+def test_many_blocks_of_a_row_equal_each_alone(A, overrides):
+    """They attend in groups (17: of one, 20: of ten, 33: of eleven); two rows, in float64."""
+    torch.manual_seed(0)
+    draft = random_draft(tiny(), **overrides).double()
+    states, embed = torch.randn(2, 30, 64).double(), tiny().get_input_embeddings().weight.double()
+    ids, anchors = torch.randint(0, VOCAB, (2, 30)), torch.randint(1, 25, (2, A))
+    blocks, replace = dspine.gather_blocks(ids, anchors, 6), torch.rand(2, A) < 0.5
+    out = draft(blocks, states, anchors, embed, replace)
+    for n, a in itertools.product(range(2), range(A)):
+        n, a = slice(n, n + 1), slice(a, a + 1)
+        alone = draft(blocks[n, a], states[n], anchors[n, a], embed, replace[n, a])
+        close(out.hidden_states[n, a], alone.hidden_states, 1e-9)
+        close(out.pre_injection[n, a], alone.pre_injection, 1e-9)
+        close(out.layer_features[:, n, a], alone.layer_features, 1e-9)
+
+
 @pytest.mark.parametrize("attention", ["causal", "bidirectional"])
 def test_future_inputs_change_a_prefix_only_when_bidirectional(attention):
     draft = random_draft(tiny(), attention=attention)
