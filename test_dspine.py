@@ -2773,21 +2773,6 @@ def test_probe_end_to_end(small, small_draft, tmp_path, probe, capsys, monkeypat
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == log
 
 
-def test_probe_writes_rows_that_training_never_sees(small, tmp_path, probe, monkeypatch):
-    """Without --corpus: as many held-out rows as asked for, from prompts of the target's."""
-    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
-    stage1 = training.parse_args(["--answer-tokens", "12"])
-    monkeypatch.setattr(probe, "training_args", lambda flags: stage1)
-    monkeypatch.setattr(training, "written_prompts", lambda *_: (
-        [f"question {i} {j}" for j in range(40)] for i in range(10_000)))
-    args = probe.parse_args(["--rows", "5"])
-    rows = probe.held_out_rows(args, target, tokenizer, tmp_path)
-    texts = [tokenizer.decode(r["ids"][:r["prompt_length"]]) for r in rows]
-    asked = [re.search(r"question \d+ \d+", text)[0] for text in texts]
-    assert len(set(asked)) == 5 and all(training.is_held_out(text) for text in asked)
-    assert probe.held_out_rows(args, target, tokenizer, tmp_path) == rows   # written once
-
-
 @pytest.mark.parametrize("content, flags, message", [
     (None, ["--corpus", "nowhere"], "--corpus nowhere: no such file"),
     (None, ["--rows", "1"], "--rows 1: must be at least 2"),

@@ -228,11 +228,10 @@ def answer_tokens(rows: list[dict]) -> int:
     return sum(len(r["ids"]) - r["prompt_length"] for r in rows)
 
 
-def write_corpus(args, target, tokenizer, path: Path, held_out_only=False) -> list[dict]:
+def write_corpus(args, target, tokenizer, path: Path) -> list[dict]:
     """Append answered prompts to `path` until it holds --corpus-tokens answer tokens; all rows.
 
-    A finite source of prompts may end before. Prompts that have an answer are skipped; so are,
-    with held_out_only, those that training may see.
+    A finite source of prompts may end before. Prompts that have an answer are skipped.
     """
     rows, eos = read_rows(path), eos_ids(target, tokenizer)
     if answer_tokens(rows) >= args.corpus_tokens:
@@ -254,8 +253,7 @@ def write_corpus(args, target, tokenizer, path: Path, held_out_only=False) -> li
                 elif len(piece.strip()) >= 8:
                     fresh[tuple(build_prompt(tokenizer, piece)[0].tolist())] = piece
             fresh = {ids: text for ids, text in fresh.items()
-                     if ids not in seen and len(ids) + args.answer_tokens <= limit
-                     and (is_held_out(text) or not held_out_only)}
+                     if ids not in seen and len(ids) + args.answer_tokens <= limit}
             idle = 0 if fresh else idle + 1
             if idle == 30 and not (args.text or args.prompts):
                 raise ValueError("the target wrote no new prompt in 30 batches: "

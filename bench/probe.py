@@ -52,8 +52,7 @@ from evaluate import commit, machine  # noqa: E402
 from generate import (DEFAULT_DRAFT, HelpFormatter, default_device, guarded,  # noqa: E402
                       load_draft, load_target)
 from train_small import (TargetStates, answer_tokens, fingerprint,  # noqa: E402
-                         follow_own_distribution, parse_args as training_args, read_rows,
-                         replacing, write_corpus, write_json, write_rows)
+                         follow_own_distribution, read_rows, replacing, write_json, write_rows)
 
 CORRUPTIONS = "other block", "noise"
 
@@ -336,13 +335,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="When positions form, and whose message matters.",
                                 formatter_class=HelpFormatter)
     add = p.add_argument
-    add("--corpus", help="a corpus.jsonl of train_small.py, whose held-out rows are read "
-        "(default: the target writes new ones into --out, minutes on a GPU)")
+    add("--corpus", required=True,
+        help="a corpus.jsonl of train_small.py, whose held-out rows are read")
     add("--rows", type=int, default=40, help="held-out rows to read")
     add("--anchors", type=int, default=32, help="blocks a row")
     add("--target", help="as in generate.py")
     add("--draft", default=str(DEFAULT_DRAFT), help="folder of the draft")
-    add("--seed", type=int, default=0, help="of anchors, donors and noise, and of new rows")
+    add("--seed", type=int, default=0, help="of anchors, donors and noise")
     add("--device", help="cpu or cuda (default: cuda if there is one)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"),
         help="of both; bfloat16 settles near-ties by rounding")
@@ -351,18 +350,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def held_out_rows(args, target, tokenizer, out: Path) -> list[dict]:
+def held_out_rows(args, target) -> list[dict]:
     """Held-out rows with two answer tokens or more, so that each has two blocks. ValueError."""
-    if not args.corpus and not tokenizer.chat_template:
-        raise ValueError("this target has no chat template to write rows with: give a "
-                         "corpus.jsonl of train_small.py with --corpus")
-    path = Path(args.corpus or out / "corpus.jsonl")
-    if args.corpus:
-        rows = read_rows(path)
-    else:
-        stage1 = training_args(["--seed", str(args.seed)])
-        stage1.corpus_tokens = args.rows * stage1.answer_tokens  # so many hold as many rows
-        rows = write_corpus(stage1, target, tokenizer, path, held_out_only=True)
+    path = Path(args.corpus)
+    rows = read_rows(path)
     V = target.get_input_embeddings().weight.shape[0]
     try:
         rows = [r for r in rows if r.get("held_out") and answer_tokens([r]) >= 2]
@@ -385,7 +376,7 @@ def check_args(args):
     for name, least in (("rows", 2), ("anchors", 2)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}: must be at least {least}")
-    if args.corpus and not Path(args.corpus).is_file():
+    if not Path(args.corpus).is_file():
         raise ValueError(f"--corpus {args.corpus}: no such file")
     if args.figure and Path(args.figure).suffix not in (".png", ".svg"):
         raise ValueError(f"--figure {args.figure}: must end in .png or .svg")
@@ -427,13 +418,13 @@ def probe(args, target, draft: DSpine, rows: list[dict], log_path: Path, key: st
 def run(args) -> int:
     check_args(args)
     out = Path(args.out)
-    target, tokenizer = load_target(args.target, getattr(torch, args.dtype),
+    target, _ = load_target(args.target, getattr(torch, args.dtype),
                                     default_device(args.device))
     follow_own_distribution(target)
     draft = load_draft(args.draft, target)
     check_draft(draft)
     out.mkdir(parents=True, exist_ok=True)
-    rows = held_out_rows(args, target, tokenizer, out)
+    rows = held_out_rows(args, target)
     weights = (Path(args.draft) / "model.safetensors").read_bytes()
     settings = json.dumps([fingerprint(target), args.anchors, args.seed, args.dtype, rows])
     key = hashlib.sha256(settings.encode() + weights).hexdigest()[:16]
