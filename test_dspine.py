@@ -2148,6 +2148,28 @@ def test_ablations_train_and_decode(small, tmp_path, flags):
     assert sum(log[-5:]) < sum(log[:5])
 
 
+def test_token_ce_alignment_equals_a_plain_softmax_over_the_codes():
+    features = torch.randn(2, 7, 5, requires_grad=True)
+    labels, codes = torch.tensor([0, 3, 9, 4, 8, 9, 1]), torch.randn(11, 5)
+    for vocab in (None, torch.tensor([1, 3, 4, 9, 10])):
+        columns = list(range(11)) if vocab is None else vocab.tolist()
+        plain = torch.stack([torch.stack([
+            -(codes[columns] @ f).log_softmax(-1)[columns.index(y)] if y in columns else f.sum() * 0
+            for f, y in zip(layer, labels.tolist())]) for layer in features])
+        found = training.token_ce_alignment(features, labels, codes, vocab, chunk=3)
+        close(found, plain)
+        weights = torch.rand(2, 7)
+        close(*(torch.autograd.grad((x * weights).sum(), features)[0] for x in (found, plain)))
+
+
+def test_token_ce_is_over_the_draft_vocabulary(small, tmp_path):
+    t = make_trainer(small, tmp_path, flags=("--supervise", "token-ce"))
+    t.draft.set_draft_vocab(torch.arange(20))
+    t = training.Trainer(t.args, t.draft, t.target, t.rows, tmp_path)
+    found = t.alignment(torch.zeros(2, 3, 12), torch.tensor([0, 19, 20]), t.draft.transfer_codes)
+    close(found, torch.tensor([[1.0, 1.0, 0.0]] * 2) * math.log(20))
+
+
 def test_warm_start_copies_the_last_layers(small, tmp_path):
     t = make_trainer(small, tmp_path)
     training.warm_start(t.draft, t.target)

@@ -18,6 +18,7 @@ Where this leaves the published recipe, because a laptop has no 512 anchors time
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -387,16 +388,18 @@ def fused_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a
     return loss + a * ce + (1 - a) * l1, sums, candidates
 
 
-def token_ce_alignment(features, labels, codes, chunk: int = 512) -> torch.Tensor:
+def token_ce_alignment(features, labels, codes, vocab=None, chunk: int = 512) -> torch.Tensor:
     """Ablation: token cross-entropy of every layer's readout, softmax over the codes.
 
-    features [L, tokens, r], labels [tokens], codes [V, r] -> [L, tokens].
+    features [L, tokens, r], labels [tokens], codes [V, r] -> [L, tokens]. With a draft vocabulary
+    [V'] the softmax is over its codes; labels outside have none, as in ce.
     """
-    scores = lambda f, y: F.cross_entropy(F.linear(f, codes.to(f.dtype)).float(), y,
-                                          reduction="none")
-    return torch.stack([
+    codes = (codes if vocab is None else codes[vocab]).to(features.dtype)   # [V', r]
+    at, known = columns(labels, vocab)
+    scores = lambda f, y: F.cross_entropy(F.linear(f, codes).float(), y, reduction="none")
+    return known * torch.stack([
         torch.cat([checkpoint(scores, f, y, use_reentrant=False)
-                   for f, y in zip(layer.split(chunk), labels.split(chunk))])
+                   for f, y in zip(layer.split(chunk), at.split(chunk))])
         for layer in features])
 
 
@@ -538,6 +541,9 @@ class Trainer:
         self.embed = target.get_input_embeddings().weight.detach()
         self.head = target.get_output_embeddings().weight.detach()
         self.softcap = softcap(target)
+        self.alignment = ALIGNMENTS[args.supervise]
+        if args.supervise == "token-ce" and draft.draft_vocab is not None:
+            self.alignment = functools.partial(token_ce_alignment, vocab=draft.draft_vocab)
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.0)
         self.step = self.tokens = 0
@@ -608,7 +614,7 @@ class Trainer:
                     self.draft, row, ids[n, :hidden.shape[1]], anchors[n], supervised[n], hidden,
                     self.head, beta=alignment_beta(self.step, c), ce_weight=self.ce_weight(),
                     softcap=self.softcap, chunk=a.chunk, losses=self.losses,
-                    alignment=ALIGNMENTS[a.supervise]))
+                    alignment=self.alignment))
         return results
 
     def sum_over_processes(self, *values: float) -> list[float]:
