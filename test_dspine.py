@@ -1836,7 +1836,7 @@ def test_unwritable_home_is_survived(monkeypatch, tmp_path, capsys):
 
 
 def readme_commands() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
     blocks = [block.split("```")[0] for block in text.split("```sh\n")[1:]]
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
@@ -1847,6 +1847,14 @@ def test_readme_commands_exist():
     assert ('pip install -r requirements.txt && python generate.py '
             '--prompt "Explain why the sky is blue."') in commands
     assert "pip install -r requirements.txt && pytest -q" in commands
+    parsed = 0
+    for command in commands.splitlines():
+        file, *words = shlex.split(command.split("&& ")[-1].removeprefix("python "), comments=True)
+        if file.endswith(".py"):
+            {"generate.py": program, "train_small.py": training}.get(
+                file, file.startswith("bench/") and bench_module(Path(file).stem)).parse_args(words)
+            parsed += 1
+    assert parsed >= 10
 
 
 def test_the_real_target_exactly_as_in_readme():
@@ -2290,6 +2298,57 @@ def test_useless_prompt_files_are_refused(small, tmp_path, capsys, content, mess
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags, message", [
+    (["--rows", "0"], "--rows 0: must be at least 1"), (["--ce-start", "5"], "at most 1"),
+    (["--draft-vocab", "3", "--slim"], "at least --top-k"), (["--draft-vocab", "99"], "add --slim"),
+    (["--init", "DRAFT"], "it has a draft vocabulary"),
+    (["--init", "DRAFT", "--slim", "--inject", "last"], "--inject last: the draft in"),
+    (["--init", "DRAFT", "--slim", "--attention", "bidirectional"], "has causal")])
+def test_useless_training_flags_are_refused_before_any_work(small, tmp_path, capsys, flags,
+                                                            message):
+    target, _ = program.load_target(str(small), torch.float32, "cpu")
+    random_draft(target, draft_vocab=60, mask_token_id=259).save_pretrained(tmp_path / "draft",
+                                                                            slim=True)
+    flags = [str(tmp_path / "draft") if x == "DRAFT" else x for x in flags]
+    assert training.main(["--target", str(small), "--out", str(tmp_path / "o"), *flags,
+                          "--dtype", "float32", "--no-progress"]) == 1
+    err = capsys.readouterr().err
+    assert message in err and len(err.strip().splitlines()) == 1
+    assert not list((tmp_path / "o").glob("*"))
+
+
+def test_a_draft_trained_on_keeps_its_form_and_takes_the_weight_of_ce(small, tmp_path):
+    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
+    random_draft(target, inject="last", mask_token_id=259).save_pretrained(tmp_path)
+    draft = training.make_draft(training.parse_args(
+        ["--init", str(tmp_path), "--ce-end", "0.3", "--layers", "9"]), target, tokenizer)
+    assert draft.config.inject == "last" and draft.config.ce_weight == 0.3
+    assert draft.config.num_hidden_layers < 9
+
+
+def test_a_corpus_of_another_program_is_read_or_refused(small, text_file, tmp_path, capsys):
+    """Rows without held_out are trained on; ids of a larger vocabulary are named."""
+    row = {"ids": list(range(1, 40)), "prompt_length": 4}
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    flags = ["--target", str(small), "--out", str(tmp_path), *TINY_RUN, "--corpus-tokens", "10",
+             "--no-progress"]
+    assert training.main(flags) == 0
+    assert "no held-out prompt" in capsys.readouterr().out
+    path.write_text(json.dumps({**row, "ids": [1, 2, 3, 4, 264]}) + "\n", encoding="utf-8")
+    assert training.main(flags) == 1
+    assert "corpus.jsonl, line 1: needs ids (token ids below 264)" in capsys.readouterr().err
+
+
+def test_states_whose_file_was_deleted_are_computed_again(small, tmp_path):
+    t = make_trainer(small, tmp_path)
+    before = [x.clone() for x in t.states[1]]
+    (path,) = (p for p in tmp_path.glob("states0.*") if p.suffix != ".done")
+    path.unlink()
+    after = make_trainer(small, tmp_path).states[1]
+    assert before[0].abs().max() > 0 and all(torch.equal(a, b) for a, b in zip(before, after))
+
+
 TINY_RUN = [
     "--corpus-tokens", "900", "--answer-tokens", "24", "--prompt-tokens", "8", "--rows", "6",
     "--steps", "4", "--layers", "2", "--block-size", "4", "--rank", "12", "--message", "8",
@@ -2320,7 +2379,8 @@ def test_training_end_to_end(small, text_file, tmp_path, capsys):
     assert "temperature 1" in done.stdout
     assert "rows cut where they loop" in done.stderr + done.stdout
     rows = training.read_rows(tmp_path / "corpus.jsonl")
-    assert any(r["held_out"] for r in rows)
+    usable = [r for r in rows if not r["held_out"] and training.answer_tokens([r]) >= 2]
+    assert len(usable) < len(rows) and f"parameters, {len(usable)} rows" in done.stdout
     assert {r["temperature"] > 0 for r in rows} == {True, False}
     assert len(load_file(tmp_path / "model.safetensors")["draft_vocab"]) == 60
     args = flags_for(small, tmp_path)
@@ -2413,6 +2473,10 @@ def test_evaluation_of_prompt_sets(small, small_draft, tmp_path):
     tokens = [{name: r["tokens"] for name, r in x["records"].items()} for x in records]
     for t in tokens:
         assert all(t[name] == t["plain"] for name in t), t
+    for r in (r for x in records for r in x["records"].values()):  # prefill's token is left out
+        assert r["new_tokens"] == len(r["tokens"]) and sum(r["accept_lengths"]) < len(r["tokens"])
+    looked_up = [r for x in records if (r := x["records"]["prompt lookup"])["new_tokens"] == 12]
+    assert looked_up and max(max(r["accept_lengths"]) for r in looked_up) > 1
     (tmp_path / "sets" / "one.jsonl").write_text('{"prompt": "other"}\n', encoding="utf-8")
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240,
                            env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -3034,7 +3098,9 @@ def family_flags(small, tmp_path_factory):
     (folder / "set.jsonl").write_text('{"prompt": "hello"}\n', encoding="utf-8")
     rows = [{"ids": torch.randint(1, 250, (n,), generator=g).tolist(), "prompt_length": 4}
             for n in (9, 30, 17, 24)]
-    training.write_rows(folder / "rows.json", rows)
+    rows.append({**rows[0], "held_out": True})
+    (folder / "rows.json").write_text("".join(json.dumps(r) + "\n" for r in rows),
+                                      encoding="utf-8")
     return [str(folder / "set.jsonl"), "--target", str(small), "--corpus",
             str(folder / "rows.json"), "--dtype", "float32", "--device", "cpu", "--steps", "3",
             "--layers", "2", "--block-size", "4", "--rank", "12", "--message", "8", "--top-k", "4",
@@ -3043,6 +3109,7 @@ def family_flags(small, tmp_path_factory):
 
 def test_family_end_to_end(family_flags, tmp_path):
     """Every method and ablation in one program; the second run skips what is finished."""
+    (tmp_path / "decode.jsonl").write_text('{"key": 1}\n{"key": "cut', encoding="utf-8")
     command = [sys.executable, str(ROOT / "bench" / "family.py"), *family_flags,
                "--out", str(tmp_path), "--draft-vocab", "200",
                "--methods", *family.METHODS, "full"]
@@ -3057,13 +3124,21 @@ def test_family_end_to_end(family_flags, tmp_path):
     rows = [line.split("|")[1].strip() for line in first.stdout.splitlines() if line[:2] == "| "]
     table = ["method", "plain", "transformers", "prompt lookup", *family.METHODS]
     assert rows == ["run", *runs, *table, *table]
-    for record in training.read_rows(tmp_path / "decode.jsonl"):
+    for record in training.read_rows(tmp_path / "decode.jsonl")[1:]:
         assert set(record["records"]) == {"plain", "transformers", "prompt lookup", *runs}
         if "temperature 0" in record["key"]:
             assert len({str(r["tokens"]) for r in record["records"].values()}) == 1
     steps = {r["steps"] for r in results["runs"].values()}
     assert steps == {3} and not list(tmp_path.glob("*/checkpoint.pt"))
     assert len(list(tmp_path.glob("states0.*"))) == 2                       # shared: data and done
+
+
+def test_family_trains_on_no_held_out_row(family_flags, small):
+    args = family.parse_args(family_flags)
+    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
+    assert len(training.read_corpus(Path(args.corpus), target)) == 5
+    rows = family.corpus(args, target, tokenizer)
+    assert len(rows) == 4 and not any(r.get("held_out") for r in rows)
 
 
 def test_family_goes_on_after_a_stop(family_flags, tmp_path, monkeypatch, capsys):
@@ -3094,7 +3169,9 @@ def test_family_goes_on_after_a_stop(family_flags, tmp_path, monkeypatch, capsys
     (["--inject", "last"], "--inject belongs to the methods"),
     (["--init", "draft"], "must be target or random"),
     (["--temperatures", "-1"], "must be 0 or positive"),
-    (["--sets", "none"], "no prompt sets"), (["--anchors", "0"], "--anchors 0"),
+    (["--seeds", "-1"], "--seeds -1"), (["--steps", "0", "--tokens", "0"], "give a budget"),
+    (["--sets", "none"], "no prompt sets"), (["--sets", "set", "sat"], "no prompt sets named sat"),
+    (["--anchors", "0"], "--anchors 0"),
     (["--corpus", "README.md"], "not valid JSON")])
 def test_family_bad_input_is_one_line(family_flags, tmp_path, capsys, flags, message):
     assert family.main([*family_flags, "--out", str(tmp_path), *flags]) == 1
@@ -3583,9 +3660,9 @@ def test_kernel_latency_table(tmp_path, monkeypatch, capsys):
                  num_key_value_heads=2, head_dim=8, transfer_rank=12, message_size=10, top_k=4,
                  block_size=4, vocab_size=97, num_target_layers=6)
     monkeypatch.setattr(latency, "SIZES", {"default": small, "published": small})
-    monkeypatch.setattr(sys, "argv", ["latency.py", "--devices", "cpu", "--repeats", "2",
-                                      "--context", "8", "--json", str(tmp_path / "x" / "l.json")])
-    assert latency.main() == 0
+    flags = ["--devices", "cpu", "--repeats", "2", "--context", "8", "--json",
+             str(tmp_path / "x" / "l.json")]
+    assert latency.run(latency.parse_args(flags)) == 0
     out, tables = capsys.readouterr().out, json.loads((tmp_path / "x" / "l.json").read_text())
     assert [t["size"] for t in tables] == ["default", "published"]
     for table in tables:

@@ -95,10 +95,25 @@ def read_rows(path: Path) -> list[dict]:
             if line.endswith("\n")]
 
 
-def write_rows(path: Path, rows: list[dict]):
-    """Write a JSON-lines file anew: before appending, so that no cut line stays in it."""
-    with replacing(path) as part:
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def read_corpus(path: Path, target) -> list[dict]:
+    """The rows of a corpus, none if the file is missing; ValueError naming a line that is none."""
+    rows, vocab_size = read_rows(path), target.get_output_embeddings().weight.shape[0]
+    for number, row in enumerate(rows, 1):
+        ids, length = (row.get(k) if isinstance(row, dict) else None
+                       for k in ("ids", "prompt_length"))
+        if not (isinstance(ids, list) and isinstance(length, int) and 0 <= length <= len(ids)
+                and all(isinstance(i, int) and 0 <= i < vocab_size for i in ids)):
+            raise ValueError(f"{path}, line {number}: needs ids (token ids below {vocab_size}) "
+                             "and prompt_length, as train_small.py writes them")
+    return rows
+
+
+def drop_cut_line(path: Path):
+    """Before appending to a JSON-lines file: remove the last line if a kill cut it."""
+    data = path.read_bytes() if path.exists() else b""
+    if data and not data.endswith(b"\n"):
+        with replacing(path) as part:
+            part.write_bytes(data[:data.rfind(b"\n") + 1])
 
 
 def write_json(path: Path, value):
@@ -234,12 +249,12 @@ def write_corpus(args, target, tokenizer, path: Path) -> list[dict]:
 
     A finite source of prompts may end before. Prompts that have an answer are skipped.
     """
-    rows, eos = read_rows(path), eos_ids(target, tokenizer)
+    rows, eos = read_corpus(path, target), eos_ids(target, tokenizer)
     if answer_tokens(rows) >= args.corpus_tokens:
         return rows
-    write_rows(path, rows)
+    drop_cut_line(path)
     seen = {tuple(r["ids"][:r["prompt_length"]]) for r in rows}
-    batch, idle = 1 + max((r["batch"] for r in rows), default=-1), 0
+    batch, idle = 1 + max((r.get("batch", 0) for r in rows), default=-1), 0
     rng = random.Random(f"{args.seed} {batch}")
     torch.manual_seed(args.seed * 1_000_003 + batch)
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -269,10 +284,18 @@ def write_corpus(args, target, tokenizer, path: Path) -> list[dict]:
             rows, batch = rows + new, batch + 1
             if answer_tokens(rows) >= args.corpus_tokens:
                 break
-    cut = sum(r["cut"] for r in rows) / max(1, len(rows))
+    cut = sum(r.get("cut", False) for r in rows) / max(1, len(rows))
     tqdm.write(f"corpus: {len(rows)} rows, {answer_tokens(rows)} answer tokens, "
                f"{cut:.1%} of rows cut where they loop")
     return rows
+
+
+def rows_to_train_on(rows: list[dict], path: Path) -> list[dict]:
+    """Those that are not held out and have a token to predict; ValueError where there are none."""
+    usable = [r for r in rows if not r.get("held_out") and answer_tokens([r]) >= 2]
+    if not usable:
+        raise ValueError(f"{path} holds no row with two answer tokens: nothing to train on")
+    return usable
 
 
 # -------------------------------------------------------------------------------------------------
@@ -496,6 +519,8 @@ class TargetStates:
         free = shutil.disk_usage(path.parent).free + (path.stat().st_size if path.exists() else 0)
         size = self.ends[-1] * width
         if size * target.dtype.itemsize <= min(limit_gb * 1e9, free):
+            if not path.exists():  # an empty file will stand in: nothing of it is done
+                Path(f"{path}.done").unlink(missing_ok=True)
             mapped = lambda name, dtype, size: torch.from_file(name, True, size, dtype=dtype)
             self.data = mapped(str(path), target.dtype, size).view(-1, width)
             self.done = mapped(f"{path}.done", torch.uint8, len(rows))
@@ -533,7 +558,7 @@ class Trainer:
                              "processes at least one row")
         self.model = draft
         if self.world > 1:
-            unused = args.inject != "every" or args.supervise == "none"
+            unused = draft.config.inject != "every" or args.supervise == "none"
             self.model = torch.nn.parallel.DistributedDataParallel(
                 draft, find_unused_parameters=unused)
         self.states = TargetStates(target, rows, draft.config.target_layer_ids,
@@ -665,7 +690,9 @@ class Trainer:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def made_for(self) -> str:
-        return json.dumps([self.draft.config.to_dict(), fingerprint(self.target)])
+        vocab = self.draft.draft_vocab
+        return json.dumps([self.draft.config.to_dict(), fingerprint(self.target),
+                           self.args.supervise, None if vocab is None else len(vocab)])
 
     def save(self, path: Path):
         """Write the checkpoint under a temporary name, then rename. OSError where it can not."""
@@ -772,8 +799,8 @@ def summarise(runs: list[dict]) -> dict:
 
     acceptance_length: emitted tokens after the first, over target forwards. tokens_per_second: of
     those tokens after prefill, median over prompts. ratio: median of the per-prompt ratios, whose
-    two sides are neighbours in time, so that a drifting machine cancels. draft_milliseconds: of a
-    draft step, median over prompts.
+    two sides are of the same turn, so that a slowly drifting machine cancels. draft_milliseconds:
+    spent proposing for a target forward, median over prompts.
     """
     median = lambda xs: statistics.median(xs) if xs else float("nan")
     speed = lambda r: sum(r["accept_lengths"]) / max(1e-9, r["decode_seconds"])
@@ -871,7 +898,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 def add_training_options(p: argparse.ArgumentParser):
     add = p.add_argument_group("the draft").add_argument
     add("--init", default="target", help="target (its last layers), random, or a folder with a "
-        "draft, whose sizes are then kept")
+        "draft, whose sizes and form are then kept")
     add("--layers", type=int, default=3, help="draft layers L")
     add("--block-size", type=int, default=8, help="B")
     add("--rank", type=int, default=256, help="r, rank of the transfer space")
@@ -919,11 +946,16 @@ def check_args(args: argparse.Namespace):
                             "batch_rows", "micro_rows", "anchors", "chunk", "eval_tokens"), 1)
     bounds |= dict.fromkeys(("steps", "tokens", "minutes", "eval_prompts", "lr", "warmup",
                              "draft_vocab"), 0)
-    bounds["ce_ramp"] = 1e-6
+    bounds |= {"ce_ramp": 1e-6, "ce_start": 0, "ce_end": 0}
     for name, least in bounds.items():
         if not getattr(args, name) >= least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: "
                              f"must be at least {least}")
+    for name in ("ce_start", "ce_end"):
+        if getattr(args, name) > 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at most 1")
+    if 0 < args.draft_vocab < args.top_k:
+        raise ValueError(f"--draft-vocab {args.draft_vocab}: must be at least --top-k {args.top_k}")
     if args.draft_vocab and not args.slim:
         raise ValueError(f"--draft-vocab {args.draft_vocab}: only the slim layout can hold one, "
                          "add --slim")
@@ -971,6 +1003,14 @@ def make_draft(args, target, tokenizer) -> DSpine:
             warm_start(draft, target)
     elif Path(args.init).is_dir():
         draft = load_draft(args.init, target)
+        for name in ("inject", "attention", "select"):
+            asked, has = getattr(args, name), getattr(draft.config, name)
+            if asked not in (has, getattr(DSpineConfig, name)):  # the latter: nothing was asked
+                raise ValueError(f"--{name} {asked}: the draft in {args.init} has {has}")
+        draft.config.ce_weight = args.ce_end
+        if draft.draft_vocab is not None and not args.slim:
+            raise ValueError(f"--init {args.init}: it has a draft vocabulary, which only the slim "
+                             "layout can hold: add --slim")
     else:
         raise ValueError(f"--init {args.init}: neither target, random nor a folder with a draft")
     if args.slim and draft.transfer_directions is None:
@@ -1000,7 +1040,7 @@ def export(args, target, draft: DSpine, rows: list[dict], eos: list[int], out: P
     """Stage 3: model.safetensors and config.json, then evaluation.json and its lines."""
     draft = draft.to(target.dtype).requires_grad_(False).eval()
     draft.save_pretrained(out, slim=args.slim)
-    held_out = [r for r in rows if r["held_out"]][:args.eval_prompts]
+    held_out = [r for r in rows if r.get("held_out")][:args.eval_prompts]
     if args.eval_prompts and not held_out:
         print("no evaluation: so small a corpus holds no held-out prompt")
     if not held_out:
@@ -1030,10 +1070,8 @@ def run(args) -> int:
     rows = write_corpus(args, target, tokenizer, path) if main else []
     if dist.is_initialized():
         dist.barrier()
-        rows = read_rows(path)
-    usable = [r for r in rows if not r["held_out"] and answer_tokens([r]) >= 2]
-    if not usable:
-        raise ValueError(f"{path} holds no row with two answer tokens: nothing to train on")
+        rows = read_corpus(path, target)
+    usable = rows_to_train_on(rows, path)
     if args.draft_vocab:
         draft.set_draft_vocab(frequent_tokens(usable, args.draft_vocab, draft.config.vocab_size))
 

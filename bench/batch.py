@@ -50,8 +50,8 @@ from dspine import Proposal, Statistics, _Loop, inverse_cdf, sampling_distributi
 from evaluate import add_options, conditions, read_sets  # noqa: E402
 from generate import (HelpFormatter, build_prompt, default_block_size,  # noqa: E402
                       default_device, eos_ids, guarded, load_draft, load_target)
-from train_small import (fingerprint, follow_own_distribution, read_rows,  # noqa: E402
-                         write_rows)
+from train_small import (drop_cut_line, fingerprint, follow_own_distribution,  # noqa: E402
+                         read_rows)
 
 # -------------------------------------------------------------------------------------------------
 # Rows of one batch
@@ -350,6 +350,9 @@ def read_pool(args) -> list[str]:
     if min(args.requests + [args.repeats]) < 1:
         raise ValueError("--requests and --repeats must be at least 1")
     count = max(args.requests)
+    if uneven := [n for n in args.requests if count % n]:
+        raise ValueError(f"--requests {uneven[0]}: must divide the largest, {count}, so that all "
+                         "decode the same prompts")
     turns = zip_longest(*read_sets(args).values())
     pool = [text for turn in turns for text in turn if text is not None][:count]
     if len(pool) < count:
@@ -378,8 +381,8 @@ def run(args) -> int:
     title = f"{conditions(target, args)}; {len(pool)} prompts, {args.repeats} passes"
     inputs = hashlib.sha256(json.dumps(pool).encode() + draft_file.read_bytes()).hexdigest()[:12]
     key = f"batch; {title}; {fingerprint(target)}; prompts and draft {inputs}"
+    drop_cut_line(out)
     rows = read_rows(out)
-    write_rows(out, rows)
     done = {tuple(r["work"]): r["records"] for r in rows if r.get("key") == key}
     work = [(repeat, N, first) for repeat in range(args.repeats) for N in args.requests
             for first in range(0, len(pool) - N + 1, N)]

@@ -27,8 +27,8 @@ from dspine import Statistics  # noqa: E402
 from generate import (DEFAULT_DRAFT, HelpFormatter, block_size, build_prompt,  # noqa: E402
                       default_block_size, default_device, eos_ids, guarded, load_draft,
                       load_target)
-from train_small import (decode_in_turn, decoding_methods, fingerprint,  # noqa: E402
-                         follow_own_distribution, read_prompts, read_rows, summarise, write_rows)
+from train_small import (decode_in_turn, decoding_methods, drop_cut_line,  # noqa: E402
+                         fingerprint, follow_own_distribution, read_prompts, read_rows, summarise)
 
 METHODS = ("plain", "transformers", "prompt lookup", "DSpine", "copy", "DSpine + copy")
 
@@ -150,6 +150,8 @@ def read_sets(args) -> dict:
     files = [f for f in files if not args.sets or f.stem in args.sets]
     if not files or not all(f.is_file() for f in files):
         raise ValueError(f"no prompt sets in {path}: name a folder of .jsonl files or one file")
+    if missing := set(args.sets or ()) - {f.stem for f in files}:
+        raise ValueError(f"no prompt sets named {', '.join(sorted(missing))} in {path}")
     if min(args.per_set, args.max_new_tokens) < 1:
         raise ValueError("--per-set and --max-new-tokens must be at least 1")
     return {f.stem: read_prompts(f)[:args.per_set] for f in files}
@@ -161,8 +163,8 @@ def decode_sets(methods: dict, sets: dict, tokenizer, out: Path, key: str) -> di
     They are appended to `out` as they come; those it has under the same key are not made again.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
+    drop_cut_line(out)
     rows = read_rows(out)
-    write_rows(out, rows)
     done = {(r["set"], r["index"]): r["records"] for r in rows if r.get("key") == key}
     work = [(name, i, text) for name, texts in sets.items() for i, text in enumerate(texts)]
     if len(done) < len(work):

@@ -77,21 +77,6 @@ def training_options() -> list[str]:
     return sorted(set(vars(p.parse_args([]))) - set(NOT_IN_RESULTS))
 
 
-def read_corpus(path: Path, vocab_size: int) -> list[dict]:
-    """Rows of a corpus of train_small, or any with ids and prompt_length; ValueError."""
-    if not path.is_file():
-        raise ValueError(f"--corpus {path}: no such file")
-    rows = training.read_rows(path)
-    for number, row in enumerate(rows, 1):
-        ids, length = (row.get(k) if isinstance(row, dict) else None
-                       for k in ("ids", "prompt_length"))
-        if not (isinstance(ids, list) and isinstance(length, int) and 0 <= length <= len(ids)
-                and all(isinstance(i, int) and 0 <= i < vocab_size for i in ids)):
-            raise ValueError(f"{path}, line {number}: needs ids (token ids below {vocab_size}) "
-                             "and prompt_length, as train_small.py writes them")
-    return rows
-
-
 def make_method(name: str, args, target, tokenizer, rows) -> DSpine:
     """The fresh draft of a method: the same backbone for all of one seed."""
     kind, _ = METHODS[name]
@@ -256,6 +241,10 @@ def check_args(args: argparse.Namespace):
         raise ValueError(f"--init {args.init}: must be target or random, so that all begin alike")
     if min(args.temperatures) < 0:
         raise ValueError(f"--temperatures {min(args.temperatures)}: must be 0 or positive")
+    if min(args.seeds) < 0:
+        raise ValueError(f"--seeds {min(args.seeds)}: must not be negative")
+    if not (args.steps or args.tokens or args.minutes):
+        raise ValueError("--tokens 0: give a budget, --steps, --tokens or --minutes")
     training.check_args(args)
 
 
@@ -263,14 +252,13 @@ def corpus(args, target, tokenizer) -> list[dict]:
     """The rows to train on: of --corpus, else of train_small's stage 1. ValueError for none."""
     if args.corpus:
         path = Path(args.corpus)
-        rows = read_corpus(path, target.get_output_embeddings().weight.shape[0])
+        if not path.is_file():
+            raise ValueError(f"--corpus {path}: no such file")
+        rows = training.read_corpus(path, target)
     else:
         path = Path(args.out) / "corpus.jsonl"
         rows = training.write_corpus(args, target, tokenizer, path)
-    rows = [r for r in rows if not r.get("held_out") and training.answer_tokens([r]) >= 2]
-    if not rows:
-        raise ValueError(f"{path} holds no row with two answer tokens: nothing to train on")
-    return rows
+    return training.rows_to_train_on(rows, path)
 
 
 def run(args) -> int:

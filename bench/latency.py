@@ -45,6 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import dspine  # noqa: E402
 from dspine import DraftState, DSpine, DSpineConfig, Plain, Proposal, operations  # noqa: E402
 from evaluate import commit, machine  # noqa: E402
+from generate import guarded  # noqa: E402
 from train_small import write_json  # noqa: E402
 
 RANK = 256  # of the Markov and GRU heads
@@ -373,7 +374,7 @@ def measure(size: str, device, dtype, args) -> dict:
                 milliseconds=times, bars=bars_met, **about)
 
 
-def main() -> int:
+def parse_args(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="(default: both)")
@@ -393,7 +394,10 @@ def main() -> int:
                    "leaves the target out (default 2)")
     p.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     p.add_argument("--json", help="also write the tables here")
-    args = p.parse_args()
+    return p.parse_args(argv)
+
+
+def run(args) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     results = [measure(size, torch.device(device), getattr(torch, args.dtype), args)
@@ -405,4 +409,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded("latency.py", run, parse_args()))

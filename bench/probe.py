@@ -51,8 +51,8 @@ from dspine import DSpine, columns, gather_blocks, sample_anchors, supervised_sl
 from evaluate import commit, machine  # noqa: E402
 from generate import (DEFAULT_DRAFT, HelpFormatter, default_device, guarded,  # noqa: E402
                       load_draft, load_target)
-from train_small import (TargetStates, answer_tokens, fingerprint,  # noqa: E402
-                         follow_own_distribution, read_rows, replacing, write_json, write_rows)
+from train_small import (TargetStates, answer_tokens, drop_cut_line, fingerprint,  # noqa: E402
+                         follow_own_distribution, read_rows, replacing, write_json)
 
 CORRUPTIONS = "other block", "noise"
 
@@ -392,9 +392,9 @@ def check_draft(draft: DSpine):
 
 def probe(args, target, draft: DSpine, rows: list[dict], log_path: Path, key: str) -> list[dict]:
     """probe_row of every row, those in log_path under the same key read from there."""
+    drop_cut_line(log_path)
     done = read_rows(log_path)
-    write_rows(log_path, done)
-    done = {r["index"]: r["sums"] for r in done if r["key"] == key}
+    done = {r["index"]: r["sums"] for r in done if r.get("key") == key}
     states = TargetStates(target, rows, draft.config.target_layer_ids, log_path, 0)
     modules = target.get_input_embeddings(), target.get_output_embeddings()
     embed, lm_head = (m.weight.detach() for m in modules)
