@@ -165,13 +165,18 @@ def print_table(title: str, tables: dict, methods: list[str], seeds: list[int]):
         print(f"| {' | '.join(cells)} |")
 
 
-def print_runs(runs: dict):
-    print("\n| run | million parameters | steps | draft tokens | trained tokens/s |"
-          f"\n{'|---' * 5}|")
+def print_runs(runs: dict, out: Path, last: int = 60):
+    """What was trained, with means over the last steps: of unseen rows, in a first epoch."""
+    columns = ("run", "million parameters", "steps", "draft tokens", "trained tokens/s",
+               f"ce, last {last} steps", "l1", *(f"top-1 at {t}" for t in (1, 2, 3, 4)))
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name, run in runs.items():
+        steps = training.read_rows(out / name / "log.jsonl")[-last:]
+        terms = torch.tensor([[s["ce"], s["l1"], *s["top1_by_slot"][:4]] for s in steps]).mean(0)
         rate = run["draft_tokens"] / max(1e-9, run["seconds"])
-        print(f"| {name} | {run['parameters'] / 1e6:.1f} | {run['steps']} | {run['draft_tokens']} "
-              f"| {rate:.0f} |")
+        cells = (name, f"{run['parameters'] / 1e6:.1f}", f"{run['steps']}",
+                 f"{run['draft_tokens']}", f"{rate:.0f}", *(f"{x:.3f}" for x in terms.tolist()))
+        print(f"| {' | '.join(cells)} |")
 
 
 def decode_all(args, target, tokenizer, sets: dict, methods: list[str], folders: dict) -> dict:
@@ -281,7 +286,7 @@ def run(args) -> int:
         for name in args.methods:
             mine = argparse.Namespace(**options | METHODS[name][1] | dict(seed=seed))
             runs[f"{name}-{seed}"] = train_method(name, mine, target, tokenizer, rows)
-    print_runs(runs)
+    print_runs(runs, out)
     results = decode_all(args, target, tokenizer, sets, args.methods,
                          {name: out / name for name in runs})
     path = out / "results.json"  # tables of other methods stay
