@@ -363,8 +363,8 @@ def measure(size: str, device, dtype, args) -> dict:
     checked = bars(times, draft.config, size, device, dtype.itemsize)
     about = conditions(device, dtype)
     print(f"\n{size} size, {about['name']}, {about['dtype']}, torch {about['torch']}, triton "
-          f"{about['triton']}, commit {about['commit']}; context {args.context}, target of {layers} "
-          "layers")
+          f"{about['triton']}, commit {about['commit']}; context {args.context}, target of "
+          f"{layers} layers")
     for name, ms in times.items():
         print(f"  {name:30} {ms:9.3f} ms")
     for name, (figure, met) in checked.items():
