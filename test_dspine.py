@@ -2866,10 +2866,10 @@ def test_probe_end_to_end(small, small_draft, tmp_path, probe, capsys, monkeypat
     (None, ["--figure", "x.gif"], "must end in .png or .svg"),
     (None, ["--draft", "nowhere"], "not a DSpine draft"),
     ("{x\n", [], "line 1: not valid JSON"),
-    ('{"prompt": "a", "held_out": true}\n', [], "rows must hold ids"),
+    ('{"prompt": "a", "held_out": true}\n', [], "line 1: needs ids"),
     ('{"ids": [1, 2, 3, 4], "prompt_length": 2}\n', [], "has 0 held-out rows"),
     ('{"ids": [1, 2, 3, 999], "prompt_length": 2, "held_out": true}\n' * 2, [],
-     "token ids outside 0 .. 263")])
+     "token ids below 264")])
 def test_probe_refuses_useless_input(small, small_draft, tmp_path, probe, capsys, content, flags,
                                      message):
     probe_corpus(tmp_path / "c.jsonl")

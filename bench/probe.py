@@ -52,7 +52,8 @@ from evaluate import commit, machine  # noqa: E402
 from generate import (DEFAULT_DRAFT, HelpFormatter, default_device, guarded,  # noqa: E402
                       load_draft, load_target)
 from train_small import (TargetStates, answer_tokens, drop_cut_line, fingerprint,  # noqa: E402
-                         follow_own_distribution, read_rows, replacing, write_json)
+                         follow_own_distribution, read_corpus, read_rows, replacing,
+                         write_json)
 
 CORRUPTIONS = "other block", "noise"
 
@@ -351,23 +352,12 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def held_out_rows(args, target) -> list[dict]:
-    """Held-out rows with two answer tokens or more, so that each has two blocks. ValueError."""
-    path = Path(args.corpus)
-    rows = read_rows(path)
-    V = target.get_input_embeddings().weight.shape[0]
-    try:
-        rows = [r for r in rows if r.get("held_out") and answer_tokens([r]) >= 2]
-        fit = all(0 <= min(r["ids"]) <= max(r["ids"]) < V and r["prompt_length"] >= 1
-                  for r in rows)
-    except (AttributeError, KeyError, TypeError):
-        raise ValueError(f"{path}: rows must hold ids, prompt_length and held_out, as those that "
-                         "train_small.py writes") from None
+    """Held-out rows with a prompt and two answer tokens, so each has two blocks. ValueError."""
+    rows = [r for r in read_corpus(Path(args.corpus), target)
+            if r.get("held_out") and r["prompt_length"] >= 1 and answer_tokens([r]) >= 2]
     if len(rows) < 2:
-        raise ValueError(f"{path} has {len(rows)} held-out rows with two answer tokens, and a "
-                         "standard error needs 2: give a corpus of train_small.py with more rows")
-    if not fit:
-        raise ValueError(f"{path} has token ids outside 0 .. {V - 1} or an empty prompt: it was "
-                         "written for another target")
+        raise ValueError(f"{args.corpus} has {len(rows)} held-out rows with two answer tokens, and "
+                         "a standard error needs 2: give a corpus of train_small.py with more rows")
     return rows[:args.rows]
 
 
