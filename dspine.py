@@ -491,11 +491,12 @@ class DSpine(nn.Module):
         self.transfer_mean = self.transfer_directions = None                # [H], [H, r]
         self.register_buffer("draft_vocab", None)                           # see set_draft_vocab
         self.inv_freq, self.rope_scale = rope_frequencies(c)
-        self.kernels, self._message_space = "off", None  # see use_kernels
+        self.kernels, self._message_space = "auto", None  # see use_kernels
         self.watch = None  # called with the DraftTrace of every draft step, where it is set
 
     def use_kernels(self, setting: str) -> "DSpine":
-        """"auto": kernels.py where tensors are on CUDA and Triton is there; "off"; "on": or raise.
+        """"auto": kernels.py where tensors are on CUDA, Triton is there, and a small case computed
+        with it equals the plain code; "off"; "on": without that check, ValueError where it can not.
         """
         if setting not in ("auto", "off", "on"):
             raise ValueError(f"kernels = {setting!r}: must be 'auto', 'off' or 'on'")
@@ -1197,14 +1198,17 @@ def operations(setting: str, x: torch.Tensor):
     """Who computes them for tensors on x's device: the module `kernels` or Plain."""
     if setting == "off" or (setting == "auto" and not x.is_cuda):
         return Plain
-    import kernels
-    if kernels.available(x):
+    try:
+        import kernels
+        usable = kernels.available(x)
+        why = f"the tensors are on {x.device}" if kernels.triton else "Triton is missing"
+    except (ImportError, AttributeError):  # dspine.py was copied alone; Hugging Face's
+        usable, why = False, "kernels.py is missing"
+    if usable and (setting == "on" or kernels.agree(x.device)):
         return kernels
     if setting == "on":
-        raise ValueError(
-            "kernels = 'on' needs Triton and a CUDA device of capability 8.0 or more; Triton is "
-            f"{'there' if kernels.triton else 'missing'}, the tensors on {x.device}: use 'auto' "
-            "or 'off'")
+        raise ValueError("kernels = 'on' needs kernels.py, Triton and a CUDA device of capability "
+                         f"8.0 or more; {why}: use 'auto' or 'off'")
     return Plain
 
 

@@ -509,9 +509,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         "verified token costs time, else the trained size)")
     add("--no-copy", action="store_true",
         help="the method alone: never copy what the text already says")
-    add("--kernels", choices=("auto", "off", "on"), default="off",
-        help="Triton kernels for the draft; auto: on CUDA where Triton is there (not yet run on "
-        "a GPU: bench/gpu_check.sh checks them)")
+    add("--kernels", choices=("auto", "off", "on"), default="auto",
+        help="Triton kernels for the draft; auto: on CUDA where Triton is there and a small case "
+        "computed with them equals the plain code")
     add("--show-blocks", action="store_true",
         help="mark what the draft wrote, what was copied and what the target added")
     add("--trace", action="store_true", help="show each round: tokens forming layer by layer, "

@@ -8,8 +8,9 @@ Every function here has a plain PyTorch twin in dspine.py with the same signatur
     verify_greedy(logits, proposals)          verify_greedy                1 launch
     verify_sampled(probs, proposal, uniform)  verify_sampled               1 launch
 
-`DSpine.use_kernels("auto" | "off" | "on")` chooses; what a kernel does not cover (float64, filters
-on the draft, ...) goes to the twin. GraphedDraft replays a whole draft step as one CUDA graph.
+`DSpine.use_kernels("auto" | "off" | "on")` chooses; "auto" compares them with their twins once
+(`agree`). What a kernel does not cover (float64, filters on the draft, ...) goes to the twin.
+GraphedDraft replays a whole draft step as one CUDA graph.
 This module imports anywhere: without Triton its kernels are plain functions that nobody calls.
 
 Departures from the twins:
@@ -26,14 +27,18 @@ B 16, V 151936, bfloat16), one request. With so few rows the weights are nearly 
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import os
+import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
 
 import dspine
-from dspine import DraftState, DSpine, Proposal
+from dspine import DraftState, DSpine, DSpineConfig, Proposal
 
 try:
     import triton
@@ -734,7 +739,83 @@ def verify_sampled(target_probs, proposal: Proposal, uniform) -> tuple[int, int]
 
 
 # -------------------------------------------------------------------------------------------------
-# 5. A draft step as one CUDA graph
+# 5. Do they agree with their twins on this device?
+# -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def agree(device: torch.device) -> bool:
+    """Asked by "auto" before the kernels are used on `device`: once, some seconds of compiling.
+
+    Where they differ from their twins, or Triton raises, a warning says so, and they stay off.
+    """
+    try:
+        wrong = ", ".join(disagreements(device))
+    except Exception as error:  # Triton, a driver or a compiler: many types
+        wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+    if wrong:
+        warnings.warn(f"kernels are off on {device}, they do not do there what PyTorch does: "
+                      f"{wrong}", stacklevel=2)
+    return not wrong
+
+
+@torch.no_grad()
+def disagreements(device: torch.device):
+    """Names of the functions that differ from their twins on a small random case.
+
+    Compared with float64 on the CPU, relative to the largest value: 1e-4 in float32, 3e-2 in
+    bfloat16. Choices must be equal.
+    """
+    c = DSpineConfig(
+        vocab_size=5000, hidden_size=1040, num_target_layers=2, target_layer_ids=[0],
+        mask_token_id=0, num_hidden_layers=1, intermediate_size=16, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=16, block_size=8, transfer_rank=72, message_size=40)
+    N, T, K, V, H = 2, c.block_size - 1, c.top_k, c.vocab_size, c.hidden_size
+    this, cpu = sys.modules[__name__], torch.device("cpu")
+    on = lambda device, *tensors: [x.to(device) for x in tensors]
+    with torch.random.fork_rng(devices=[]), cpu, torch.autocast(device.type, enabled=False):
+        torch.manual_seed(0)
+        draft = DSpine(c).float().requires_grad_(False)
+        draft.injection.bias.normal_()
+        draft.transfer_codes = F.normalize(torch.randn(V, c.transfer_rank), dim=-1)
+        h, head = torch.randn(N, 1, T + 1, H), torch.randn(V, H)
+        ids, anchors = torch.rand(N, T, V).topk(K).indices, torch.arange(N)
+        codes, replace = draft.code(ids[:, None, :, 0]), (anchors == 1)[:, None, None, None]
+        cache, uniform, logits = torch.randn(N, T, K, K), torch.rand(T + 1), torch.randn(T + 1, V)
+        tokens, _, probs = dspine.select_path(cache[0], ids[0], 0.8, uniform=uniform[:T])
+        proposal = Proposal(tokens, ids[0], probs)
+        logits[torch.arange(4), proposal.tokens[:4]] += 20                  # four are accepted
+
+        def values(ops, dtype, device):
+            own = copy.deepcopy(draft).to(device, dtype)
+            x, w, true = on(device, *(x.to(dtype) for x in (h, head, codes)))
+            known, after, swap = on(device, ids, anchors, replace)
+            yield "adjacent_injection", torch.stack([
+                ops.adjacent_injection(own.injection, 0, x, true[:, :, 0], *more)
+                for more in ((), (true, swap))])
+            yield "transition_cache", ops.transition_cache(own, x[:, 0, 1:], known, after, w)
+
+        def choices(ops, device):
+            table, known, u, z = on(device, cache, ids, uniform, logits)
+            offer = Proposal(*on(device, *proposal))
+            yield "select_path", ops.select_path(table, known)[0]
+            yield "select_path, sampled", ops.select_path(
+                table, known, 0.8, uniform=u[:T].expand(N, T))[0]
+            yield "verify_greedy", ops.verify_greedy(z, offer.tokens)
+            yield "verify_sampled", ops.verify_sampled(z.softmax(-1), offer, u)
+
+        for dtype, limit in (torch.float32, 1e-4), (torch.bfloat16, 3e-2):
+            exact = values(dspine.Plain, torch.float64, cpu)
+            for (name, got), (_, want) in zip(values(this, dtype, device), exact):
+                if not (got.cpu() - want).abs().max() < limit * want.abs().max():
+                    yield f"{name} in {dtype}"
+        for (name, got), (_, want) in zip(choices(this, device), choices(dspine.Plain, cpu)):
+            if torch.as_tensor(got).tolist() != torch.as_tensor(want).tolist():
+                yield name
+
+
+# -------------------------------------------------------------------------------------------------
+# 6. A draft step as one CUDA graph
 # -------------------------------------------------------------------------------------------------
 
 

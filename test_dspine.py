@@ -1636,7 +1636,7 @@ def test_bad_input_is_one_line(small, small_draft, capsys, flags, message):
 def test_kernels_without_the_means_are_refused(small, small_draft, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda x: False)
     assert program.main(flags_for(small, small_draft) + ["--kernels", "on"]) == 1
-    assert "kernels = 'on' needs Triton and a CUDA device" in capsys.readouterr().err
+    assert "kernels = 'on' needs kernels.py, Triton and a CUDA device" in capsys.readouterr().err
 
 
 def test_draft_of_another_target_is_refused(small, tmp_path, capsys):
@@ -2725,10 +2725,9 @@ def test_probe_without_an_edit_is_the_drafters_forward(probe):
     with probe.received(draft, lambda l, prev: prev + 1):
         assert not torch.equal(forward()[0], plain[0])
     assert torch.equal(forward()[0], plain[0])                              # the edit is gone
-    draft.kernels = "auto"
-    with pytest.raises(ValueError, match="plain injection only"):
-        with probe.received(draft, lambda l, prev: prev):
-            pass
+    with probe.received(draft, lambda l, prev: prev):
+        assert draft.kernels == "off"
+    assert draft.kernels == "auto"
 
 
 @pytest.mark.parametrize("inject", ["every", "last"])
@@ -3089,6 +3088,7 @@ def test_heads_refuse_what_they_can_not_do():
         heads.DFlash2.from_backbone(draft)
     with pytest.raises(ValueError, match="kernels 'off'"):
         heads.DFlash.from_backbone(draft).use_kernels("auto")
+    assert heads.DFlash.from_backbone(draft).kernels == "off"
 
 
 @pytest.fixture(scope="session")
@@ -3554,19 +3554,67 @@ def test_kernels_in_a_draft_step(temperature):
 
 def test_kernels_auto_needs_cuda_and_on_says_what_is_missing(monkeypatch):
     draft = kernel_draft()
-    assert dspine.operations("auto", draft.fc.weight) is Plain
-    assert draft.use_kernels("off") is draft
+    assert draft.kernels == "auto" and dspine.operations("auto", draft.fc.weight) is Plain
+    assert draft.use_kernels("off") is draft and draft.kernels == "off"
     monkeypatch.setattr(kernels, "INTERPRET", False)
-    with pytest.raises(ValueError, match="needs Triton and a CUDA device.*the tensors on cpu"):
+    with pytest.raises(ValueError, match="needs kernels.py, Triton and a CUDA.*on cpu: use"):
         draft.use_kernels("on")
     monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(ValueError, match="Triton is missing"):
         draft.use_kernels("on")
+    for other in None, SimpleNamespace():  # no such file; the package of that name
+        monkeypatch.setitem(sys.modules, "kernels", other)
+        with pytest.raises(ValueError, match="kernels.py is missing"):
+            draft.use_kernels("on")
     with pytest.raises(ValueError, match="kernels = 'fast': must be"):
         draft.use_kernels("fast")
     assert draft.kernels == "off"
     with pytest.raises(ValueError, match="GraphedDraft needs Triton"):
         kernels.GraphedDraft(draft, None)
+
+
+class OnCuda:
+    """What operations() reads of a tensor, on a device that may not be here."""
+    is_cuda, device = True, DEVICE
+
+
+@with_triton
+def test_kernels_auto_uses_them_where_they_agree_and_a_copied_file_goes_without(monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda x: True)
+    kernels.agree.cache_clear()
+    with warnings.catch_warnings(action="error"):
+        assert dspine.operations("auto", OnCuda) is kernels
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    assert dspine.operations("auto", OnCuda) is Plain
+
+
+def breaks(*args, **options):
+    raise RuntimeError("no such instruction\nat line 3")
+
+
+@with_triton
+@pytest.mark.parametrize("name, broken, said", [
+    ("adjacent_injection", lambda _, l, h, *more: h + 0.001, "adjacent_injection in torch.float32"),
+    ("transition_cache", lambda draft, pre, ids, *_: torch.full((*ids.shape, 16), torch.nan),
+     "transition_cache in torch.float32"),
+    ("select_path", lambda *given, **options: (dspine.select_path(*given, **options)[0] + 1,),
+     "select_path, select_path, sampled"),
+    ("verify_greedy", lambda *given: (5, 1), "verify_greedy"),
+    ("verify_sampled", lambda *given: (3, 1), "verify_sampled"),
+    ("verify_greedy", breaks, "RuntimeError: no such instruction$")])
+def test_kernels_auto_leaves_off_what_disagrees(name, broken, said, monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda x: True)
+    for function in ("adjacent_injection", "transition_cache", "select_path", "verify_greedy",
+                     "verify_sampled"):  # the twins agree with themselves, and are faster here
+        monkeypatch.setattr(kernels, function, getattr(Plain, function))
+    assert list(kernels.disagreements(DEVICE)) == []
+    monkeypatch.setattr(kernels, name, broken)
+    kernels.agree.cache_clear()
+    with pytest.warns(UserWarning, match=f"kernels are off .*: {said}"):
+        assert dspine.operations("auto", OnCuda) is Plain
+    with warnings.catch_warnings(action="error"):
+        assert dspine.operations("auto", OnCuda) is Plain                   # said once
+    kernels.agree.cache_clear()
 
 
 @pytest.mark.parametrize("block", ["", "sys.modules['triton'] = None; "])

@@ -57,7 +57,7 @@ class Head(DSpine):
 
     def __init__(self, config: DSpineConfig):
         super().__init__(config)
-        self.injection = None
+        self.injection, self.kernels = None, "off"
         self.trained_slots = config.block_size - 1
 
     @classmethod

@@ -66,16 +66,15 @@ CORRUPTIONS = "other block", "noise"
 def received(draft: DSpine, edit):
     """Within it, positions receive edit(l, prev) in place of prev [N, A, T, r] at each layer l.
 
-    prev[.., t-1, :] is what position t receives. ValueError where kernels would pass it by.
+    prev[.., t-1, :] is what position t receives. Kernels, which would pass it by, are off.
     """
-    if draft.kernels != "off":
-        raise ValueError("messages can be edited in the plain injection only: use_kernels('off')")
-    write = draft.injection.write
+    write, kernels, draft.kernels = draft.injection.write, draft.kernels, "off"
     draft.injection.write = lambda l, h, prev, feature=None: write(l, h, edit(l, prev), feature)
     try:
         yield
     finally:
         del draft.injection.write  # the instance's; the class's is there again
+        draft.kernels = kernels
 
 
 def replaced(messages: dict, to):
@@ -411,7 +410,7 @@ def run(args) -> int:
     target, _ = load_target(args.target, getattr(torch, args.dtype),
                                     default_device(args.device))
     follow_own_distribution(target)
-    draft = load_draft(args.draft, target)
+    draft = load_draft(args.draft, target).use_kernels("off")
     check_draft(draft)
     out.mkdir(parents=True, exist_ok=True)
     rows = held_out_rows(args, target)
