@@ -667,8 +667,9 @@ class DSpine(nn.Module):
         key = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in used]
         if self._message_space is None or self._message_space[0] != key:
             Gp, M, g, W = used  # kept: while they live, no other tensor has their address
-            space = MessageSpace(torch.cat((Gp, M)) * math.sqrt(r),
-                                 (g[:, None] * W).T.contiguous(), W.T @ W)
+            with torch.autocast(W.device.type, enabled=False):  # it outlives the caller's
+                space = MessageSpace(torch.cat((Gp, M)) * math.sqrt(r),
+                                     (g[:, None] * W).T.contiguous(), W.T @ W)
             self._message_space = key, used, space
         return self._message_space[2]
 
@@ -1202,13 +1203,13 @@ def operations(setting: str, x: torch.Tensor):
         import kernels
         usable = kernels.available(x)
         why = f"the tensors are on {x.device}" if kernels.triton else "Triton is missing"
-    except (ImportError, AttributeError):  # dspine.py was copied alone; Hugging Face's
+    except (ImportError, AttributeError):  # copied without it; Hugging Face's package
         usable, why = False, "kernels.py is missing"
     if usable and (setting == "on" or kernels.agree(x.device)):
         return kernels
     if setting == "on":
-        raise ValueError("kernels = 'on' needs kernels.py, Triton and a CUDA device of capability "
-                         f"8.0 or more; {why}: use 'auto' or 'off'")
+        raise ValueError("kernels = 'on' needs kernels.py, Triton and the current CUDA device, of "
+                         f"capability 8.0 or more; {why}: use 'auto' or 'off'")
     return Plain
 
 
@@ -1380,7 +1381,7 @@ class _Loop:
 
     def choose(self, logits, proposal: Proposal) -> tuple[int, int]:
         """(accepted, next token) of a verified block; an empty proposal just takes a token."""
-        ops = operations(getattr(self.draft, "kernels", "auto"), logits)
+        ops = operations(getattr(self.draft, "kernels", "off"), logits)
         if self.filters["temperature"] == 0:
             return ops.verify_greedy(logits, proposal.tokens)
         uniform = torch.rand(len(logits), generator=self.generator, device=logits.device)

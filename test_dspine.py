@@ -1636,7 +1636,7 @@ def test_bad_input_is_one_line(small, small_draft, capsys, flags, message):
 def test_kernels_without_the_means_are_refused(small, small_draft, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda x: False)
     assert program.main(flags_for(small, small_draft) + ["--kernels", "on"]) == 1
-    assert "kernels = 'on' needs kernels.py, Triton and a CUDA device" in capsys.readouterr().err
+    assert "kernels = 'on' needs kernels.py, Triton and the current CUDA" in capsys.readouterr().err
 
 
 def test_draft_of_another_target_is_refused(small, tmp_path, capsys):
@@ -3557,7 +3557,7 @@ def test_kernels_auto_needs_cuda_and_on_says_what_is_missing(monkeypatch):
     assert draft.kernels == "auto" and dspine.operations("auto", draft.fc.weight) is Plain
     assert draft.use_kernels("off") is draft and draft.kernels == "off"
     monkeypatch.setattr(kernels, "INTERPRET", False)
-    with pytest.raises(ValueError, match="needs kernels.py, Triton and a CUDA.*on cpu: use"):
+    with pytest.raises(ValueError, match="needs kernels.py, Triton and the current CUDA.*on cpu: use"):
         draft.use_kernels("on")
     monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(ValueError, match="Triton is missing"):
@@ -3582,8 +3582,15 @@ class OnCuda:
 def test_kernels_auto_uses_them_where_they_agree_and_a_copied_file_goes_without(monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda x: True)
     kernels.agree.cache_clear()
-    with warnings.catch_warnings(action="error"):
-        assert dspine.operations("auto", OnCuda) is kernels
+    state, seeded = torch.get_rng_state(), []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings(action="error"):
+            assert dspine.operations("auto", OnCuda) is kernels
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state) and not seeded         # the user's seeds stay
     monkeypatch.setitem(sys.modules, "kernels", None)
     assert dspine.operations("auto", OnCuda) is Plain
 
@@ -3594,13 +3601,14 @@ def breaks(*args, **options):
 
 @with_triton
 @pytest.mark.parametrize("name, broken, said", [
-    ("adjacent_injection", lambda _, l, h, *more: h + 0.001, "adjacent_injection in torch.float32"),
+    ("adjacent_injection", lambda *given: Injection.forward(*given) + 2e-3,
+     "adjacent_injection in torch.float32$"),
     ("transition_cache", lambda draft, pre, ids, *_: torch.full((*ids.shape, 16), torch.nan),
-     "transition_cache in torch.float32"),
+     "transition_cache in torch.float32, transition_cache in torch.float16,"),
     ("select_path", lambda *given, **options: (dspine.select_path(*given, **options)[0] + 1,),
-     "select_path, select_path, sampled"),
-    ("verify_greedy", lambda *given: (5, 1), "verify_greedy"),
-    ("verify_sampled", lambda *given: (3, 1), "verify_sampled"),
+     "select_path, select_path, sampled$"),
+    ("verify_greedy", lambda *given: (5, 1), "verify_greedy, verify_greedy, verify_greedy$"),
+    ("verify_sampled", lambda *given: (3, 1), "verify_sampled, verify_sampled, verify_sampled$"),
     ("verify_greedy", breaks, "RuntimeError: no such instruction$")])
 def test_kernels_auto_leaves_off_what_disagrees(name, broken, said, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda x: True)
