@@ -955,10 +955,15 @@ def supervised_slots(loss_mask, anchors, valid, B: int) -> torch.Tensor:
     return (inside & valid[..., None]).cumprod(dim=-1).bool()
 
 
-def teacher_distribution(teacher, lm_head, softcap: float | None = None) -> torch.Tensor:
-    """P = softmax(W teacher): [.., H] -> [.., V], float32. softcap: the target's own (Gemma)."""
+def teacher_logits(teacher, lm_head, softcap: float | None = None) -> torch.Tensor:
+    """W teacher: [.., H] -> [.., V], float32. softcap: the target's own (Gemma)."""
     logits = F.linear(teacher, lm_head).float()
-    return (softcap * torch.tanh(logits / softcap) if softcap else logits).softmax(-1)
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def teacher_distribution(teacher, lm_head, softcap: float | None = None) -> torch.Tensor:
+    """P = softmax(W teacher): [.., H] -> [.., V], float32."""
+    return teacher_logits(teacher, lm_head, softcap).softmax(-1)
 
 
 def columns(labels, vocab) -> tuple[torch.Tensor, torch.Tensor]:

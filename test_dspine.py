@@ -2026,8 +2026,9 @@ def test_loss_of_a_block_ignores_features_from_its_anchor_on(small, tmp_path):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("softcap, vocabulary", [(None, 0), (5.0, 0), (None, 300)])
-def test_fused_losses_equal_the_plain_ones(softcap, vocabulary, compiled):
+@pytest.mark.parametrize("softcap, vocabulary, log_z", [
+    (None, 0, False), (5.0, 0, False), (None, 300, False), (None, 300, True), (5.0, 300, True)])
+def test_fused_losses_equal_the_plain_ones(softcap, vocabulary, log_z, compiled):
     """Values, gradients, candidates of the hand-written pass; chunks cut through positions."""
     if compiled and not training.use_compiler("cpu"):
         pytest.skip("no C++ compiler")
@@ -2039,14 +2040,42 @@ def test_fused_losses_equal_the_plain_ones(softcap, vocabulary, compiled):
     index = torch.randint(9, (37,)).sort().values.unique_consecutive(return_inverse=True)[1]
     labels, w = torch.randint(1024, (37,)), torch.rand(37)
     vocab = torch.randperm(1024)[:vocabulary].sort().values if vocabulary else None
-    run = lambda f, chunk: f(hidden, refined, labels, w, teacher, index, lm_head, c, 0.3, softcap,
-                             chunk, vocab)
-    a, sums_a, top_a = run(dspine.chunked_losses, 37)
-    b, sums_b, top_b = run(training.fused_losses, 8)
+    run = lambda f, teacher, chunk: f(hidden, refined, labels, w, teacher, index, lm_head, c, 0.3,
+                                      softcap, chunk, vocab)
+    a, sums_a, top_a = run(dspine.chunked_losses, teacher, 37)
+    if log_z:
+        z = dspine.teacher_logits(teacher, lm_head, softcap).logsumexp(-1, keepdim=True)
+        teacher = torch.cat((teacher, z), dim=-1)
+    b, sums_b, top_b = run(training.fused_losses, teacher, 8)
     torch.testing.assert_close((b, sums_b, top_b), (a, sums_a, top_a), atol=1e-4, rtol=1e-5)
     gradients = [torch.autograd.grad(loss, (hidden, refined)) for loss in (a, b)]
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-4, rtol=1e-4)
     training._vocabulary_pass = training.vocabulary_pass
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_training_with_a_draft_vocabulary_equals_the_plain_losses(small, tmp_path, cap):
+    """Gradients of a step, with log Z computed and with log Z from the disk."""
+    t = make_trainer(small, tmp_path)
+    t.softcap = t.states.softcap = cap
+    t.draft.set_draft_vocab(torch.arange(0, 250, 3))
+    t.optimizer.step = lambda: None
+
+    def gradients(step):
+        t.step = step
+        t.train_step()
+        return [p.grad.clone() for p in t.draft.parameters()]
+    computed = gradients(5)
+    last = t.states[1][1]
+    direct = dspine.teacher_logits(last[0], t.head, cap).logsumexp(-1)
+    kept = t.states.log_zs[t.states.ends[1]:t.states.ends[2]]
+    assert torch.equal(kept, direct) and kept.all()
+    t.states.head = None                                                    # not used any more
+    stored = gradients(5)
+    t.losses = lambda *given: dspine.chunked_losses(*given[:4], given[4][:, :-1], *given[5:])
+    plain = gradients(5)
+    torch.testing.assert_close(computed, stored, atol=0, rtol=0)
+    torch.testing.assert_close(computed, plain, atol=1e-5, rtol=1e-3)
 
 
 def test_losses_with_a_draft_vocabulary_are_those_of_a_masked_head():
@@ -2343,10 +2372,12 @@ def test_a_corpus_of_another_program_is_read_or_refused(small, text_file, tmp_pa
 def test_states_whose_file_was_deleted_are_computed_again(small, tmp_path):
     t = make_trainer(small, tmp_path)
     before = [x.clone() for x in t.states[1]]
-    (path,) = (p for p in tmp_path.glob("states0.*") if p.suffix != ".done")
+    t.states.log_zs.fill_(5.0)
+    (path,) = (p for p in tmp_path.glob("states0.*") if p.suffix not in (".done", ".log_z"))
     path.unlink()
-    after = make_trainer(small, tmp_path).states[1]
-    assert before[0].abs().max() > 0 and all(torch.equal(a, b) for a, b in zip(before, after))
+    again = make_trainer(small, tmp_path).states
+    assert before[0].abs().max() > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, again[1])) and not again.log_zs.any()
 
 
 TINY_RUN = [
@@ -3130,7 +3161,7 @@ def test_family_end_to_end(family_flags, tmp_path):
             assert len({str(r["tokens"]) for r in record["records"].values()}) == 1
     steps = {r["steps"] for r in results["runs"].values()}
     assert steps == {3} and not list(tmp_path.glob("*/checkpoint.pt"))
-    assert len(list(tmp_path.glob("states0.*"))) == 2                       # shared: data and done
+    assert len(list(tmp_path.glob("states0.*"))) == 3              # shared: data, done, log Z
 
 
 def test_family_trains_on_no_held_out_row(family_flags, small):
@@ -3557,7 +3588,7 @@ def test_kernels_auto_needs_cuda_and_on_says_what_is_missing(monkeypatch):
     assert draft.kernels == "auto" and dspine.operations("auto", draft.fc.weight) is Plain
     assert draft.use_kernels("off") is draft and draft.kernels == "off"
     monkeypatch.setattr(kernels, "INTERPRET", False)
-    with pytest.raises(ValueError, match="needs kernels.py, Triton and the current CUDA.*on cpu: use"):
+    with pytest.raises(ValueError, match="Triton and the current CUDA device.*are on cpu: use"):
         draft.use_kernels("on")
     monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(ValueError, match="Triton is missing"):

@@ -41,7 +41,7 @@ from tqdm import tqdm
 from dspine import (DSpine, DSpineConfig, DraftOutput, alignment_beta, candidate_losses, collect,
                     columns, cosine_alignment, gather_blocks, generate, generate_plain, objective,
                     replacement_rate, sample_anchors, supervised_slots, teacher_distribution,
-                    token_id_set)
+                    teacher_logits, token_id_set)
 from generate import (HelpFormatter, build_prompt, default_block_size, default_device, eos_ids,
                       first_line, guarded, load_draft, load_target)
 
@@ -372,15 +372,20 @@ class _FusedVocabulary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, labels, weights, teacher, index, lm_head, vocab, a, k, softcap,
                 chunk):
-        hidden, outputs = hidden.to(lm_head.dtype), []
+        hidden, outputs, H = hidden.to(lm_head.dtype), [], lm_head.shape[1]
         head = lm_head if vocab is None else lm_head[vocab]                 # [V', H]
         (labels, known), at = columns(labels, vocab), torch.tensor(a, device=hidden.device)
         for part in torch.arange(len(labels), device=labels.device).split(chunk):
             y, yes, w = labels[part], known[part], weights[part]
             low, high = index[part[0]], index[part[-1]]
             here = index[part] - low
-            p = teacher_distribution(teacher[low:high + 1], lm_head, softcap)  # a position once
-            p = p if vocab is None else p[:, vocab]
+            t, log_z = teacher[low:high + 1].split((H, teacher.shape[1] - H), dim=1)
+            t = t.to(head.dtype)                                            # each position once
+            if log_z.shape[1]:
+                p = (teacher_logits(t, head, softcap) - log_z).exp()        # [U, V']
+            else:
+                p = teacher_distribution(t, lm_head, softcap)
+                p = p if vocab is None else p[:, vocab]
             logits = F.linear(hidden[part], head)                           # [C, V']
             ce, l1, grad = _vocabulary_pass(logits, p, here, y, yes, w, at)
             grad = grad.to(head.dtype) @ head - (a * w * yes)[:, None] * head[y]  # [C, H]
@@ -400,11 +405,14 @@ class _FusedVocabulary(torch.autograd.Function):
 
 def fused_losses(hidden, refined, labels, weights, teacher, index, lm_head, c, a, softcap, chunk,
                  vocab=None):
-    """Values and gradients of dspine.chunked_losses; the logits' gradient is written by hand."""
+    """Values and gradients of dspine.chunked_losses; the logits' gradient is written by hand.
+
+    teacher may be [U, H+1], ending in log Z (TargetStates.log_z): P on the V' tokens of a draft
+    vocabulary is then computed from their logits alone.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         loss, sums, candidates, p = _FusedVocabulary.apply(
-            hidden, labels, weights, teacher.to(lm_head.dtype), index, lm_head, vocab, a, c.top_k,
-            softcap, chunk)
+            hidden, labels, weights, teacher, index, lm_head, vocab, a, c.top_k, softcap, chunk)
         ce, l1 = candidate_losses(refined, labels, candidates, p, lm_head, c)
     ce, l1 = ce @ weights, l1 @ weights
     sums = torch.cat((sums, torch.stack((ce, l1)).detach()))                # [4]
@@ -510,6 +518,7 @@ class TargetStates:
     def __init__(self, target, rows: list[dict], layer_ids: list[int], path: Path,
                  limit_gb: float):
         self.decoder, self.rows, self.taps = target.get_decoder(), rows, layer_ids
+        self.head, self.softcap = target.get_output_embeddings().weight.detach(), softcap(target)
         self.device, self.hidden = target.device, target.config.get_text_config().hidden_size
         self.ends = torch.tensor([0] + [len(r["ids"]) for r in rows]).cumsum(0).tolist()
         self.data = self.done = None
@@ -520,10 +529,12 @@ class TargetStates:
         size = self.ends[-1] * width
         if size * target.dtype.itemsize <= min(limit_gb * 1e9, free):
             if not path.exists():  # an empty file will stand in: nothing of it is done
-                Path(f"{path}.done").unlink(missing_ok=True)
+                for beside in ("done", "log_z"):
+                    Path(f"{path}.{beside}").unlink(missing_ok=True)
             mapped = lambda name, dtype, size: torch.from_file(name, True, size, dtype=dtype)
             self.data = mapped(str(path), target.dtype, size).view(-1, width)
             self.done = mapped(f"{path}.done", torch.uint8, len(rows))
+            self.log_zs = mapped(f"{path}.log_z", torch.float32, self.ends[-1])
 
     @torch.no_grad()
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -539,6 +550,18 @@ class TargetStates:
                 kept.copy_(states)
                 self.done[i] = 1
         return states[None, :, :-self.hidden], states[None, :, -self.hidden:]
+
+    @torch.no_grad()
+    def log_z(self, i: int, last: torch.Tensor) -> torch.Tensor:
+        """log sum_v exp(logit_v) [S] of row i with last hidden states [1, S, H]; kept like them."""
+        kept = None if self.data is None else self.log_zs[self.ends[i]:self.ends[i + 1]]
+        if kept is not None and kept.all():                                 # 0: not yet computed
+            return kept.to(self.device)
+        log_z = torch.cat([teacher_logits(part, self.head, self.softcap).logsumexp(-1)
+                           for part in last[0].split(256)])
+        if kept is not None:
+            kept.copy_(log_z)
+        return log_z
 
 
 class Trainer:
@@ -633,6 +656,9 @@ class Trainer:
             out = self.model(blocks, taps, anchors, self.embed, replace)
             for i, hidden in enumerate(last):                               # [1, S of row i, H]
                 n = slice(i, i + 1)
+                if self.draft.draft_vocab is not None:
+                    log_z = self.states.log_z(rows[i], hidden)[None, :, None]
+                    hidden = torch.cat((hidden, log_z), dim=-1)             # [1, S, H+1]
                 row = DraftOutput(out.hidden_states[n], out.pre_injection[n],
                                   out.layer_features[:, n])
                 results.append(objective(
