@@ -1058,7 +1058,8 @@ def objective(draft: DSpine, out: DraftOutput, input_ids, anchors, supervised, t
     alignment is such a mean a layer, summed over layers.
 
     input_ids [N, S]; anchors [N, A]; supervised [N, A, T]; teacher_hidden [N, S, H] is the
-    target's last hidden state after its final norm. Returns the loss and a dict of detached
+    target's last hidden state after its final norm (`losses` gets those of each position once,
+    with whatever columns a caller appended for it). Returns the loss and a dict of detached
     terms (with `weight`, the sum of w_t). Nothing supervised: a loss of 0 that has a gradient.
     """
     c, B, S = draft.config, out.hidden_states.shape[2], input_ids.shape[1]
@@ -1206,11 +1207,13 @@ def operations(setting: str, x: torch.Tensor):
         return Plain
     try:
         import kernels
-        usable = kernels.available(x)
-        why = f"the tensors are on {x.device}" if kernels.triton else "Triton is missing"
-    except (ImportError, AttributeError):  # copied without it; Hugging Face's package
+        from kernels import agree, available, triton  # Hugging Face's `kernels` has none of them
+    except ImportError:                               # dspine.py was copied alone
         usable, why = False, "kernels.py is missing"
-    if usable and (setting == "on" or kernels.agree(x.device)):
+    else:
+        usable = available(x)
+        why = f"the tensors are on {x.device}" if triton else "Triton is missing"
+    if usable and (setting == "on" or agree(x.device)):
         return kernels
     if setting == "on":
         raise ValueError("kernels = 'on' needs kernels.py, Triton and the current CUDA device, of "

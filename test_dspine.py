@@ -2061,19 +2061,19 @@ def test_training_with_a_draft_vocabulary_equals_the_plain_losses(small, tmp_pat
     t.draft.set_draft_vocab(torch.arange(0, 250, 3))
     t.optimizer.step = lambda: None
 
-    def gradients(step):
-        t.step = step
+    def gradients():
+        t.step = 5
         t.train_step()
         return [p.grad.clone() for p in t.draft.parameters()]
-    computed = gradients(5)
+    computed = gradients()
     last = t.states[1][1]
     direct = dspine.teacher_logits(last[0], t.head, cap).logsumexp(-1)
     kept = t.states.log_zs[t.states.ends[1]:t.states.ends[2]]
     assert torch.equal(kept, direct) and kept.all()
     t.states.head = None                                                    # not used any more
-    stored = gradients(5)
+    stored = gradients()
     t.losses = lambda *given: dspine.chunked_losses(*given[:4], given[4][:, :-1], *given[5:])
-    plain = gradients(5)
+    plain = gradients()
     torch.testing.assert_close(computed, stored, atol=0, rtol=0)
     torch.testing.assert_close(computed, plain, atol=1e-5, rtol=1e-3)
 
@@ -3624,6 +3624,28 @@ def test_kernels_auto_uses_them_where_they_agree_and_a_copied_file_goes_without(
     assert torch.equal(torch.get_rng_state(), state) and not seeded         # the user's seeds stay
     monkeypatch.setitem(sys.modules, "kernels", None)
     assert dspine.operations("auto", OnCuda) is Plain
+
+
+def test_kernels_serve_the_current_cuda_device_alone(monkeypatch):
+    monkeypatch.setattr(kernels, "triton", "there")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
+    on = lambda index: SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+    for interpret, want in (False, [False, True, False]), (True, [False, False, True]):
+        monkeypatch.setattr(kernels, "INTERPRET", interpret)
+        assert [kernels.available(x) for x in (on(0), on(1), torch.ones(1))] == want
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert torch.version.hip or not kernels.available(on(1))
+
+
+def test_plain_decoding_asks_for_no_kernels(monkeypatch):
+    """Nor does copying alone: without a draft there is no switch to turn them off."""
+    target, asked = tiny(), []
+    monkeypatch.setattr(dspine, "operations", lambda setting, x: (asked.append(setting), Plain)[1])
+    collect(generate_plain(target, prompt(5), max_new_tokens=6))
+    collect(generate(target, None, prompt(5), max_new_tokens=6, copy=True))
+    assert set(asked) == {"off"}
 
 
 def breaks(*args, **options):

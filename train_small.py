@@ -511,8 +511,8 @@ def frequent_tokens(rows: list[dict], count: int, vocab_size: int) -> torch.Tens
 class TargetStates:
     """Taps [1, S, n*H] and last hidden state [1, S, H] of each row, computed once, kept on disk.
 
-    Where they exceed `limit_gb` or the free disk, nothing is stored and every visit runs the
-    target again.
+    So is log Z, where a draft vocabulary asks for it. Where they exceed `limit_gb` or the free
+    disk, nothing is stored and every visit runs the target again.
     """
 
     def __init__(self, target, rows: list[dict], layer_ids: list[int], path: Path,
@@ -641,6 +641,13 @@ class Trainer:
         replace = torch.rand(anchors.shape, generator=generator) < rate
         return tuple(x.to(self.device) for x in (anchors, supervised, replace))
 
+    def teacher(self, i: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What self.losses reads P of row i from: hidden [1, S, H], with a draft vocabulary log Z
+        behind it."""
+        if self.draft.draft_vocab is None:
+            return hidden
+        return torch.cat((hidden, self.states.log_z(i, hidden)[None, :, None]), dim=-1)
+
     def forward(self, rows: list[int], plans: list) -> list:
         """(loss, terms) of each row; the rows run as one padded batch."""
         c, a = self.draft.config, self.args
@@ -656,16 +663,13 @@ class Trainer:
             out = self.model(blocks, taps, anchors, self.embed, replace)
             for i, hidden in enumerate(last):                               # [1, S of row i, H]
                 n = slice(i, i + 1)
-                if self.draft.draft_vocab is not None:
-                    log_z = self.states.log_z(rows[i], hidden)[None, :, None]
-                    hidden = torch.cat((hidden, log_z), dim=-1)             # [1, S, H+1]
                 row = DraftOutput(out.hidden_states[n], out.pre_injection[n],
                                   out.layer_features[:, n])
                 results.append(objective(
-                    self.draft, row, ids[n, :hidden.shape[1]], anchors[n], supervised[n], hidden,
-                    self.head, beta=alignment_beta(self.step, c), ce_weight=self.ce_weight(),
-                    softcap=self.softcap, chunk=a.chunk, losses=self.losses,
-                    alignment=self.alignment))
+                    self.draft, row, ids[n, :hidden.shape[1]], anchors[n], supervised[n],
+                    self.teacher(rows[i], hidden), self.head, beta=alignment_beta(self.step, c),
+                    ce_weight=self.ce_weight(), softcap=self.softcap, chunk=a.chunk,
+                    losses=self.losses, alignment=self.alignment))
         return results
 
     def sum_over_processes(self, *values: float) -> list[float]:

@@ -64,6 +64,9 @@ class HeadTrainer(training.Trainer):
         super().__init__(args, draft, target, rows, out, states)
         self.losses = draft.losses
 
+    def teacher(self, i: int, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden  # heads compute P on the whole vocabulary
+
     def blocks(self, i: int):
         anchors, supervised, replace = super().blocks(i)
         supervised[..., self.draft.trained_slots:] = False

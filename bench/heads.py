@@ -117,7 +117,6 @@ class Head(DSpine):
                chunk, vocab=None):
         """a ce + (1-a) l1 + a ce' + (1-a) l1', in the form of dspine.chunked_losses."""
         sums, candidates = 0.0, []
-        teacher = teacher[:, :lm_head.shape[1]].to(lm_head.dtype)           # without its log Z
         for part in torch.arange(len(labels), device=labels.device).split(chunk):
             low, high = index[part[0]], index[part[-1]]                     # index ascends
             with torch.no_grad():
