@@ -2287,6 +2287,15 @@ def test_the_corpus_follows_the_targets_own_distribution(small):
     assert written() == plain
 
 
+def test_the_corpus_multiplies_all_rows_at_once(small):
+    """A strided view of the last states would copy the target's whole head for every row."""
+    target, _ = program.load_target(str(small), torch.float32, "cpu")
+    packed, head = [], target.get_output_embeddings()
+    head.register_forward_hook(lambda _, inputs, out: packed.append(inputs[0].is_contiguous()))
+    training.continue_batch(target, [[5, 6, 7], [8, 9, 10, 11]], [], 0.0, 3)
+    assert packed == [True] * 3 and not head._forward_pre_hooks
+
+
 def test_loops_are_cut():
     assert training.cut_loop([1, 2, 3, 4] + [7, 8, 9, 5] * 4) == [1, 2, 3, 4, 7, 8, 9, 5]
     assert training.cut_loop([1] + [2] * 20) == [1, 2]
@@ -3128,8 +3137,8 @@ def family_flags(small, tmp_path_factory):
     folder, g = tmp_path_factory.mktemp("family"), torch.Generator().manual_seed(5)
     (folder / "set.jsonl").write_text('{"prompt": "hello"}\n', encoding="utf-8")
     rows = [{"ids": torch.randint(1, 250, (n,), generator=g).tolist(), "prompt_length": 4}
-            for n in (9, 30, 17, 24)]
-    rows.append({**rows[0], "held_out": True})
+            for n in (9, 30, 17, 24, 21, 5)]
+    rows = [*rows[:4], *({**row, "held_out": True} for row in (rows[0], *rows[4:]))]
     (folder / "rows.json").write_text("".join(json.dumps(r) + "\n" for r in rows),
                                       encoding="utf-8")
     return [str(folder / "set.jsonl"), "--target", str(small), "--corpus",
@@ -3161,15 +3170,40 @@ def test_family_end_to_end(family_flags, tmp_path):
             assert len({str(r["tokens"]) for r in record["records"].values()}) == 1
     steps = {r["steps"] for r in results["runs"].values()}
     assert steps == {3} and not list(tmp_path.glob("*/checkpoint.pt"))
-    assert len(list(tmp_path.glob("states0.*"))) == 3              # shared: data, done, log Z
+    # data, done and log Z of the target's states, shared by all: rows to train on, unseen rows
+    assert len(list(tmp_path.glob("states0.*"))) == 6
+    assert "Losses on 1 rows that were not trained on." in first.stdout
+    assert all(0 < r["unseen"]["ce"] < 8 for r in results["runs"].values())
 
 
-def test_family_trains_on_no_held_out_row(family_flags, small):
+def test_family_trains_on_no_held_out_row_and_measures_on_no_other(family_flags, small, tmp_path):
     args = family.parse_args(family_flags)
     target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
-    assert len(training.read_corpus(Path(args.corpus), target)) == 5
-    rows = family.corpus(args, target, tokenizer)
-    assert len(rows) == 4 and not any(r.get("held_out") for r in rows)
+    corpus = training.read_corpus(Path(args.corpus), target)
+    assert len(corpus) == 7
+    # of the held-out rows one has a prompt that is trained on, one has no token to predict
+    assert family.corpus(args, target, tokenizer) == (corpus[:4], corpus[5:6])
+    (tmp_path / "unseen").write_text("".join(json.dumps(corpus[i]) + "\n" for i in (0, 6, 5, 4)),
+                                     encoding="utf-8")
+    args.unseen = str(tmp_path / "unseen")
+    assert family.corpus(args, target, tokenizer) == (corpus[:4], corpus[5:6])
+
+
+def test_unseen_losses_are_the_objective_with_nothing_replaced(family_flags, small, tmp_path):
+    args = SimpleNamespace(**vars(training.parse_args([])) | vars(family.parse_args(
+        [*family_flags, "--out", str(tmp_path), "--lr", "0.01"])) | {"seed": 0, "slim": True})
+    target, tokenizer = program.load_target(str(small), torch.float32, "cpu")
+    rows, unseen = family.corpus(args, target, tokenizer)
+    family.train_method("dspine", args, target, tokenizer, rows)
+    losses = family.unseen_losses("dspine", args, target, unseen)
+    draft = DSpine.from_pretrained(tmp_path / "dspine-0", target)
+    args.ce_start = args.ce_end  # refinement is weighed as at the end
+    trainer = training.Trainer(args, draft, target, unseen, tmp_path)
+    anchors, supervised, replace = trainer.blocks(0)
+    assert replace.any()  # at the start of training, but not in what is measured
+    [(_, terms)] = trainer.forward([0], [(anchors, supervised, torch.zeros_like(replace))])
+    assert losses == training.mean_terms([terms])
+    assert family.unseen_losses("dspine", args, target, []) == {}
 
 
 def test_family_goes_on_after_a_stop(family_flags, tmp_path, monkeypatch, capsys):
@@ -3197,6 +3231,7 @@ def test_family_goes_on_after_a_stop(family_flags, tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("flags, message", [
     (["--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--unseen", "nowhere.jsonl"], "--unseen nowhere.jsonl: no such file"),
     (["--inject", "last"], "--inject belongs to the methods"),
     (["--init", "draft"], "must be target or random"),
     (["--temperatures", "-1"], "must be 0 or positive"),

@@ -183,10 +183,17 @@ def continue_batch(target, prompts: list, eos: list[int], temperature: float,
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])   # [rows, width]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     sampling = dict(temperature=temperature, top_k=0, top_p=1.0) if temperature > 0 else {}
-    out = target.generate(
-        input_ids=ids.to(target.device), attention_mask=mask.to(target.device), pad_token_id=pad,
-        eos_token_id=eos or None, max_new_tokens=max_new_tokens, do_sample=temperature > 0,
-        **sampling)
+    # transformers hands the head a strided view of the prompts' last states, for which torch
+    # multiplies row by row, with a copy of the whole head for each
+    packed = target.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: (inputs[0].contiguous(),))
+    try:
+        out = target.generate(
+            input_ids=ids.to(target.device), attention_mask=mask.to(target.device),
+            pad_token_id=pad, eos_token_id=eos or None, max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0, **sampling)
+    finally:
+        packed.remove()
     rows = []
     for row in out[:, width:].tolist():
         stop = next((i for i, token in enumerate(row) if token in eos), len(row))

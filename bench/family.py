@@ -7,7 +7,7 @@ Every method trains on the same backbone, corpus, rows, anchors, budget of draft
 through train_small.Trainer, in --out/METHOD-SEED; then all of them decode every prompt of PROMPTS
 (as in bench/evaluate.py) in turn, beside plain decoding and transformers' own generate and prompt
 lookup. The same command goes on where a stopped run was and skips what is finished. Tables in
-Markdown; everything also in --out/results.json.
+Markdown, one of the losses on rows that were not trained on; everything also in --out/results.json.
 
 METHODS below is the whole list. The budget counts supervised tokens: EAGLE-3, which supervises
 fewer slots of a block, sees more blocks for it.
@@ -124,6 +124,20 @@ def train_method(name: str, args, target, tokenizer, rows: list[dict]) -> dict:
     return run
 
 
+def unseen_losses(name: str, args, target, rows: list[dict]) -> dict:
+    """The objective's terms on rows that a trained method did not see, the same blocks for all
+    methods of a seed. Empty where there are no rows."""
+    kind, _ = METHODS[name]
+    out = Path(args.out) / f"{name}-{args.seed}"
+    draft = kind.from_pretrained(out, target)
+    trainer = (training.Trainer if kind is DSpine else HeadTrainer)(
+        args, draft, target, rows, out, Path(args.out))
+    trainer.progress = lambda: 1.0  # nothing is replaced any more
+    with torch.no_grad():
+        return training.mean_terms([terms for i in range(len(rows)) for _, terms in
+                                    trainer.forward([i], [trainer.blocks(i)])])
+
+
 # -------------------------------------------------------------------------------------------------
 # Decoding and tables
 # -------------------------------------------------------------------------------------------------
@@ -168,17 +182,18 @@ def print_table(title: str, tables: dict, methods: list[str], seeds: list[int]):
         print(f"| {' | '.join(cells)} |")
 
 
-def print_runs(runs: dict, out: Path, last: int = 60):
-    """What was trained, with means over the last steps: of unseen rows, in a first epoch."""
-    columns = ("run", "million parameters", "steps", "draft tokens", "trained tokens/s",
-               f"ce, last {last} steps", "l1", *(f"top-1 at {t}" for t in (1, 2, 3, 4)))
-    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+def print_runs(runs: dict, unseen: int):
+    """What was trained, and its losses on `unseen` rows, if there are any."""
+    losses = ("ce", "l1", *(f"top-1 at {t}" for t in (1, 2, 3, 4))) if unseen else ()
+    columns = "run", "million parameters", "steps", "draft tokens", "trained tokens/s", *losses
+    print(f"\nLosses on {unseen} rows that were not trained on.\n\n" if unseen else "\n", end="")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name, run in runs.items():
-        steps = training.read_rows(out / name / "log.jsonl")[-last:]
-        terms = torch.tensor([[s["ce"], s["l1"], *s["top1_by_slot"][:4]] for s in steps]).mean(0)
+        terms = run["unseen"]
         rate = run["draft_tokens"] / max(1e-9, run["seconds"])
+        values = [terms["ce"], terms["l1"], *terms["top1_by_slot"][:4]] if terms else []
         cells = (name, f"{run['parameters'] / 1e6:.1f}", f"{run['steps']}",
-                 f"{run['draft_tokens']}", f"{rate:.0f}", *(f"{x:.3f}" for x in terms.tolist()))
+                 f"{run['draft_tokens']}", f"{rate:.0f}", *(f"{x:.3f}" for x in values))
         print(f"| {' | '.join(cells)} |")
 
 
@@ -221,6 +236,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--out", default="runs/family", help="folder for everything")
     add("--corpus", help="rows as train_small.py writes them, those held out are not used "
         "(default: its stage 1, in --out)")
+    add("--unseen", help="rows to measure losses on (default: those held out of the corpus)")
     add("--target", help="as in generate.py")
     add("--device", help="cpu or cuda (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="as in train_small.py")
@@ -256,17 +272,24 @@ def check_args(args: argparse.Namespace):
     training.check_args(args)
 
 
-def corpus(args, target, tokenizer) -> list[dict]:
-    """The rows to train on: of --corpus, else of train_small's stage 1. ValueError for none."""
-    if args.corpus:
-        path = Path(args.corpus)
+def corpus(args, target, tokenizer) -> tuple[list[dict], list[dict]]:
+    """Rows to train on, of --corpus, else of train_small's stage 1, and rows to measure losses on,
+    of --unseen, else those held out; never after a prompt that is trained on. ValueError for a
+    missing file and for none to train on."""
+    def read(option: str) -> list[dict]:
+        path = Path(getattr(args, option))
         if not path.is_file():
-            raise ValueError(f"--corpus {path}: no such file")
-        rows = training.read_corpus(path, target)
-    else:
-        path = Path(args.out) / "corpus.jsonl"
-        rows = training.write_corpus(args, target, tokenizer, path)
-    return training.rows_to_train_on(rows, path)
+            raise ValueError(f"--{option} {path}: no such file")
+        return training.read_corpus(path, target)
+    path = args.corpus or Path(args.out) / "corpus.jsonl"
+    rows = (read("corpus") if args.corpus
+            else training.write_corpus(args, target, tokenizer, path))
+    unseen = read("unseen") if args.unseen else [r for r in rows if r.get("held_out")]
+    trained = training.rows_to_train_on(rows, path)
+    prompt = lambda row: tuple(row["ids"][:row["prompt_length"]])
+    known = {prompt(r) for r in trained}
+    return trained, [r for r in unseen
+                     if prompt(r) not in known and training.answer_tokens([r]) >= 2]
 
 
 def run(args) -> int:
@@ -281,15 +304,17 @@ def run(args) -> int:
     training.follow_own_distribution(target)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    rows = corpus(args, target, tokenizer)
+    rows, unseen = corpus(args, target, tokenizer)
     if not args.no_compile:
         training.use_compiler(device)
     runs = {}
     for seed in args.seeds:
         for name in args.methods:
             mine = argparse.Namespace(**options | METHODS[name][1] | dict(seed=seed))
-            runs[f"{name}-{seed}"] = train_method(name, mine, target, tokenizer, rows)
-    print_runs(runs, out)
+            runs[f"{name}-{seed}"] = {
+                **train_method(name, mine, target, tokenizer, rows),
+                "unseen": unseen_losses(name, mine, target, unseen)}
+    print_runs(runs, len(unseen))
     results = decode_all(args, target, tokenizer, sets, args.methods,
                          {name: out / name for name in runs})
     path = out / "results.json"  # tables of other methods stay
