@@ -133,8 +133,9 @@ def unseen_losses(name: str, args, target, rows: list[dict]) -> dict:
     trainer = (training.Trainer if kind is DSpine else HeadTrainer)(
         args, draft, target, rows, out, Path(args.out))
     trainer.progress = lambda: 1.0  # nothing is replaced any more
+    bar = tqdm(range(len(rows)), desc=f"losses of {out.name}", disable=args.no_progress)
     with torch.no_grad():
-        return training.mean_terms([terms for i in range(len(rows)) for _, terms in
+        return training.mean_terms([terms for i in bar for _, terms in
                                     trainer.forward([i], [trainer.blocks(i)])])
 
 
