@@ -3232,6 +3232,7 @@ def test_family_goes_on_after_a_stop(family_flags, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize("flags, message", [
     (["--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--unseen", "nowhere.jsonl"], "--unseen nowhere.jsonl: no such file"),
+    (["--unseen", "EMPTY"], "holds no row with two"),
     (["--inject", "last"], "--inject belongs to the methods"),
     (["--init", "draft"], "must be target or random"),
     (["--temperatures", "-1"], "must be 0 or positive"),
@@ -3240,6 +3241,8 @@ def test_family_goes_on_after_a_stop(family_flags, tmp_path, monkeypatch, capsys
     (["--anchors", "0"], "--anchors 0"),
     (["--corpus", "README.md"], "not valid JSON")])
 def test_family_bad_input_is_one_line(family_flags, tmp_path, capsys, flags, message):
+    (tmp_path / "EMPTY").touch()
+    flags = [str(tmp_path / f) if f == "EMPTY" else f for f in flags]
     assert family.main([*family_flags, "--out", str(tmp_path), *flags]) == 1
     err = capsys.readouterr().err
     assert message in err and len(err.strip().splitlines()) == 1

@@ -126,7 +126,7 @@ def train_method(name: str, args, target, tokenizer, rows: list[dict]) -> dict:
 
 def unseen_losses(name: str, args, target, rows: list[dict]) -> dict:
     """The objective's terms on rows that a trained method did not see, the same blocks for all
-    methods of a seed. Empty where there are no rows."""
+    methods of a seed: over the slots it trains, which are fewer for EAGLE-3. Empty without rows."""
     kind, _ = METHODS[name]
     out = Path(args.out) / f"{name}-{args.seed}"
     draft = kind.from_pretrained(out, target)
@@ -184,15 +184,19 @@ def print_table(title: str, tables: dict, methods: list[str], seeds: list[int]):
 
 
 def print_runs(runs: dict, unseen: int):
-    """What was trained, and its losses on `unseen` rows, if there are any."""
-    losses = ("ce", "l1", *(f"top-1 at {t}" for t in (1, 2, 3, 4))) if unseen else ()
+    """What was trained, and its losses on `unseen` rows, if there are any: ce, l1 and top-1 of the
+    scores before the choice, refinement of those after it."""
+    slots = min((len(run["unseen"].get("top1_by_slot", ())) for run in runs.values()), default=0)
+    slots = range(1, 1 + min(4, slots))
+    losses = ("ce", "l1", "refinement", *(f"top-1 at {t}" for t in slots)) if unseen else ()
     columns = "run", "million parameters", "steps", "draft tokens", "trained tokens/s", *losses
     print(f"\nLosses on {unseen} rows that were not trained on.\n\n" if unseen else "\n", end="")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name, run in runs.items():
         terms = run["unseen"]
         rate = run["draft_tokens"] / max(1e-9, run["seconds"])
-        values = [terms["ce"], terms["l1"], *terms["top1_by_slot"][:4]] if terms else []
+        values = terms and [terms["ce"], terms["l1"], terms["refinement"],
+                            *terms["top1_by_slot"][:len(slots)]]
         cells = (name, f"{run['parameters'] / 1e6:.1f}", f"{run['steps']}",
                  f"{run['draft_tokens']}", f"{rate:.0f}", *(f"{x:.3f}" for x in values))
         print(f"| {' | '.join(cells)} |")
@@ -282,15 +286,19 @@ def corpus(args, target, tokenizer) -> tuple[list[dict], list[dict]]:
         if not path.is_file():
             raise ValueError(f"--{option} {path}: no such file")
         return training.read_corpus(path, target)
+    unseen = read("unseen") if args.unseen else None
     path = args.corpus or Path(args.out) / "corpus.jsonl"
     rows = (read("corpus") if args.corpus
             else training.write_corpus(args, target, tokenizer, path))
-    unseen = read("unseen") if args.unseen else [r for r in rows if r.get("held_out")]
     trained = training.rows_to_train_on(rows, path)
     prompt = lambda row: tuple(row["ids"][:row["prompt_length"]])
     known = {prompt(r) for r in trained}
-    return trained, [r for r in unseen
-                     if prompt(r) not in known and training.answer_tokens([r]) >= 2]
+    unseen = [r for r in ([r for r in rows if r.get("held_out")] if unseen is None else unseen)
+              if prompt(r) not in known and training.answer_tokens([r]) >= 2]
+    if args.unseen and not unseen:
+        raise ValueError(f"--unseen {args.unseen} holds no row with two answer tokens whose prompt "
+                         "is not trained on")
+    return trained, unseen
 
 
 def run(args) -> int:

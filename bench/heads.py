@@ -124,9 +124,11 @@ class Head(DSpine):
             losses, top = checkpoint(
                 self.token_losses, hidden[part], extra[part], labels[part], p, index[part] - low,
                 lm_head, c, use_reentrant=False)
-            sums = sums + losses @ weights[part]                            # [4]
+            # no matrix products: autocast would round them to bfloat16
+            sums = sums + (losses * weights[part]).sum(-1)                  # [4]
             candidates.append(top)
-        return sums @ sums.new_tensor([a, 1 - a, a, 1 - a]), sums.detach(), torch.cat(candidates)
+        loss = (sums * sums.new_tensor([a, 1 - a, a, 1 - a])).sum()
+        return loss, sums.detach(), torch.cat(candidates)
 
     def start(self, target) -> HeadState:
         state = super().start(target)
