@@ -3122,6 +3122,21 @@ def test_heads_loss_by_hand(small, tmp_path):
     close(*gradients, 1e-6)
 
 
+def test_heads_sum_their_losses_in_float32(small, tmp_path):
+    """Autocast would round the sums, and the weights in the gradient, to bfloat16."""
+    t = head_trainer(small, tmp_path, heads.DSpark)
+    kinds = []
+
+    def losses(*given):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, sums, candidates = t.draft.losses(*given)
+        kinds.extend((loss.dtype, sums.dtype))
+        return loss, sums, candidates
+    t.losses = losses
+    t.forward([1], [t.blocks(1)])
+    assert kinds == [torch.float32] * 2
+
+
 def test_heads_refuse_what_they_can_not_do():
     draft = random_draft(tiny(hidden_size=40, head_dim=8))
     with pytest.raises(ValueError, match="16 divides, not 40"):

@@ -90,6 +90,11 @@ def make_method(name: str, args, target, tokenizer, rows) -> DSpine:
     return draft if kind is DSpine else kind.from_backbone(draft)
 
 
+def make_trainer(args, draft: DSpine, target, rows: list[dict], out: Path) -> training.Trainer:
+    kind = training.Trainer if type(draft) is DSpine else HeadTrainer
+    return kind(args, draft, target, rows, out, Path(args.out))
+
+
 def train_method(name: str, args, target, tokenizer, rows: list[dict]) -> dict:
     """Train a method in --out/METHOD-SEED unless that is done; what its run.json says.
 
@@ -111,8 +116,7 @@ def train_method(name: str, args, target, tokenizer, rows: list[dict]) -> dict:
         return run
     training.write_json(path, {"made_for": made_for})
     draft = make_method(name, args, target, tokenizer, rows)
-    kind = training.Trainer if type(draft) is DSpine else HeadTrainer
-    trainer = kind(args, draft, target, rows, out, Path(args.out))
+    trainer = make_trainer(args, draft, target, rows, out)
     size = sum(p.numel() for p in draft.parameters())
     tqdm.write(f"{out}: {size / 1e6:.1f} M parameters", file=sys.stderr)
     training.train(trainer)
@@ -129,9 +133,7 @@ def unseen_losses(name: str, args, target, rows: list[dict]) -> dict:
     methods of a seed: over the slots it trains, which are fewer for EAGLE-3. Empty without rows."""
     kind, _ = METHODS[name]
     out = Path(args.out) / f"{name}-{args.seed}"
-    draft = kind.from_pretrained(out, target)
-    trainer = (training.Trainer if kind is DSpine else HeadTrainer)(
-        args, draft, target, rows, out, Path(args.out))
+    trainer = make_trainer(args, kind.from_pretrained(out, target), target, rows, out)
     trainer.progress = lambda: 1.0  # nothing is replaced any more
     bar = tqdm(range(len(rows)), desc=f"losses of {out.name}", disable=args.no_progress)
     with torch.no_grad():
@@ -279,22 +281,23 @@ def check_args(args: argparse.Namespace):
 
 def corpus(args, target, tokenizer) -> tuple[list[dict], list[dict]]:
     """Rows to train on, of --corpus, else of train_small's stage 1, and rows to measure losses on,
-    of --unseen, else those held out; never after a prompt that is trained on. ValueError for a
-    missing file and for none to train on."""
+    of --unseen, else those held out, but none whose prompt is trained on. ValueError for a missing
+    file and where none is left to train on or, of --unseen, to measure on."""
     def read(option: str) -> list[dict]:
         path = Path(getattr(args, option))
         if not path.is_file():
             raise ValueError(f"--{option} {path}: no such file")
         return training.read_corpus(path, target)
-    unseen = read("unseen") if args.unseen else None
+    unseen = read("unseen") if args.unseen else None  # before hours of writing
     path = args.corpus or Path(args.out) / "corpus.jsonl"
     rows = (read("corpus") if args.corpus
             else training.write_corpus(args, target, tokenizer, path))
     trained = training.rows_to_train_on(rows, path)
     prompt = lambda row: tuple(row["ids"][:row["prompt_length"]])
     known = {prompt(r) for r in trained}
-    unseen = [r for r in ([r for r in rows if r.get("held_out")] if unseen is None else unseen)
-              if prompt(r) not in known and training.answer_tokens([r]) >= 2]
+    if unseen is None:
+        unseen = [r for r in rows if r.get("held_out")]
+    unseen = [r for r in unseen if prompt(r) not in known and training.answer_tokens([r]) >= 2]
     if args.unseen and not unseen:
         raise ValueError(f"--unseen {args.unseen} holds no row with two answer tokens whose prompt "
                          "is not trained on")
