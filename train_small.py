@@ -693,7 +693,9 @@ class Trainer:
         are spread over micro-batches and processes. FloatingPointError where it is not finite.
         """
         a, B, terms = self.args, self.draft.config.block_size, []
-        mine = self.row_ids()[self.rank::self.world]
+        rows = sorted(self.row_ids(), key=lambda i: len(self.rows[i]["ids"]))
+        deal = 2 * self.world  # there and back, so that no process waits long for another
+        mine = rows[self.rank::deal] + rows[deal - 1 - self.rank::deal]
         plans = [self.blocks(i) for i in mine]
         decay = torch.exp(-torch.arange(B - 1) / 7)                         # w_t
         weights = torch.stack([(s.cpu() * decay).sum() for _, s, _ in plans])  # of each row
