@@ -2452,6 +2452,20 @@ def test_training_script_for_a_gpu(small, text_file, tmp_path):
     assert len(pieces) > 1 and b"".join(p.read_bytes() for p in pieces) == whole
 
 
+def test_rows_are_dealt_out_evenly(small, tmp_path):
+    """Every row of a step goes to one process, and the long ones not all to the same."""
+    lengths = (9, 30, 17, 24, 21, 12, 11, 26, 14)
+    t = make_trainer(small, tmp_path, rows=[{"ids": [1] * n, "prompt_length": 2} for n in lengths])
+    for t.world, t.args.batch_rows in ((1, 3), (2, 2), (2, 4), (3, 4), (3, 5), (4, 9)):
+        shares = []
+        for t.rank in range(t.world):
+            shares.append(t.my_rows())
+        assert all(shares) and sorted(sum(shares, [])) == sorted(t.row_ids())
+    t.world, t.args.batch_rows, t.row_ids = 2, 4, lambda: [1, 0, 3, 2]      # 30, 9, 24, 17 tokens
+    for t.rank, share in enumerate(([0, 1], [2, 3])):
+        assert t.my_rows() == share
+
+
 def test_two_processes_equal_one(small, text_file, tmp_path):
     """DistributedDataParallel over gloo: the same weights as accumulating in one process."""
     from safetensors.torch import load_file

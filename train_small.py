@@ -633,6 +633,13 @@ class Trainer:
         at = range(self.step * count, (self.step + 1) * count)
         return [int(shuffle(i // n)[i % n]) for i in at]
 
+    def my_rows(self) -> list[int]:
+        """This process's share of them: dealt out by length, there and back, so that no process
+        waits long for another."""
+        rows = sorted(self.row_ids(), key=lambda i: len(self.rows[i]["ids"]))
+        there, back, turn = self.rank, 2 * self.world - 1 - self.rank, 2 * self.world
+        return rows[there::turn] + rows[back::turn]
+
     def blocks(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What row i trains on at this step.
 
@@ -693,9 +700,7 @@ class Trainer:
         are spread over micro-batches and processes. FloatingPointError where it is not finite.
         """
         a, B, terms = self.args, self.draft.config.block_size, []
-        rows = sorted(self.row_ids(), key=lambda i: len(self.rows[i]["ids"]))
-        deal = 2 * self.world  # there and back, so that no process waits long for another
-        mine = rows[self.rank::deal] + rows[deal - 1 - self.rank::deal]
+        mine = self.my_rows()
         plans = [self.blocks(i) for i in mine]
         decay = torch.exp(-torch.arange(B - 1) / 7)                         # w_t
         weights = torch.stack([(s.cpu() * decay).sum() for _, s, _ in plans])  # of each row
