@@ -2135,6 +2135,8 @@ def test_resume_is_exact(small, tmp_path):
     straight = make_trainer(small, tmp_path / "a")
     training.train(straight)
     training.train(make_trainer(small, tmp_path / "b"), stop_at=5)
+    with open(tmp_path / "b" / "log.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 6, "l1": 0.0}\n{"step": 7, "l')  # killed after the checkpoint
     second = make_trainer(small, tmp_path / "b", seed=99)
     training.train(second)
     assert straight.step == second.step == 10 and torch.equal(weights(straight), weights(second))

@@ -116,6 +116,13 @@ def drop_cut_line(path: Path):
             part.write_bytes(data[:data.rfind(b"\n") + 1])
 
 
+def drop_steps_after(path: Path, step: int):
+    """Before a resumed run appends to its log: remove what the last checkpoint did not see."""
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    with replacing(path) as part:
+        part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+
+
 def write_json(path: Path, value):
     with replacing(path) as part:
         part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
@@ -780,6 +787,8 @@ def train(trainer: Trainer, stop_at: int | None = None):
     a, path, main = trainer.args, trainer.out / "checkpoint.pt", trainer.rank == 0
     if path.exists():
         trainer.load(path)
+    if main:
+        drop_steps_after(trainer.out / "log.jsonl", trainer.step)
     began, saved, start_tokens = time.time(), time.time(), trainer.tokens
     with open(trainer.out / "log.jsonl", "a", encoding="utf-8") as log, tqdm(
             total=1000, desc="train", disable=a.no_progress or not main,
