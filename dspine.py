@@ -1209,7 +1209,7 @@ def operations(setting: str, x: torch.Tensor):
         import kernels
         from kernels import agree, available, triton  # Hugging Face's `kernels` has none of them
     except ImportError:                               # dspine.py was copied alone
-        usable, why = False, "kernels.py is missing"
+        usable, why = False, "kernels.py is missing, or behind another `kernels` on sys.path"
     else:
         usable = available(x)
         why = f"the tensors are on {x.device}" if triton else "Triton is missing"
@@ -1285,10 +1285,13 @@ class TargetRunner:
 
     def begin_rollback(self):
         """After prefill: forwards may be undone from here on. ValueError where they can not."""
-        if not self.cache.is_croppable:
-            kinds = {type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}
+        # transformers 5.25 calls recurrent states croppable too, but some of its models (Zamba) do
+        # not keep one a token, and what it then puts back is the state before the whole block
+        stuck = {type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable
+                 or any(getattr(layer, "is_recurrent_states_initialized", {}).values())}
+        if stuck:
             raise ValueError(f"{type(self.target).__name__} keeps state that can not be rolled "
-                             f"back ({', '.join(sorted(kinds))}): rejected proposals would stay "
+                             f"back ({', '.join(sorted(stuck))}): rejected proposals would stay "
                              "in it, so decoding would not be lossless")
         self.cache.activate_past_recording()
 

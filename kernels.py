@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.machinery
 import math
 import os
 import sys
@@ -46,6 +47,19 @@ try:
     jit = triton.jit
 except Exception:  # Mac, Windows, a build of PyTorch without it, an installation that is broken
     triton, jit = None, lambda function: function
+
+if __name__ == "kernels":
+    # Hugging Face has a package of this name, and transformers imports it. This file hides it, so
+    # it stands in for it: the package's modules are found through __path__, its names through
+    # __getattr__ (the package's own file is then the module `kernels.__init__`).
+    _package = importlib.machinery.PathFinder.find_spec(__name__, [
+        folder for folder in sys.path if not os.path.exists(os.path.join(folder, "kernels.py"))])
+    __path__ = _package.submodule_search_locations if _package and _package.has_location else []
+
+    def __getattr__(name):
+        if __path__ and (name == "__version__" or not name.startswith("__")):
+            return getattr(importlib.import_module("kernels.__init__"), name)
+        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter: on the CPU, to test
 

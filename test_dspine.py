@@ -3747,6 +3747,23 @@ def test_kernels_auto_leaves_off_what_disagrees(name, broken, said, monkeypatch)
     kernels.agree.cache_clear()
 
 
+@pytest.mark.parametrize("first", ["import kernels", "from kernels.inner import Mode"])
+def test_kernels_stand_in_for_the_package_they_hide(first, tmp_path, monkeypatch):
+    """transformers imports Hugging Face's package `kernels`, which this folder's file hides."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("from kernels.inner import Mode\n"
+                                                      "__version__ = '9'\n")
+    (tmp_path / "kernels" / "inner.py").write_text("class Mode: pass\n")
+    code = (f"{first}; import kernels; from kernels import Mode, __version__, agree; "
+            "import kernels.inner; assert Mode is kernels.inner.Mode; "
+            "print(__version__, agree.__module__)")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert run.returncode == 0 and run.stdout.strip() == "9 kernels", run.stderr
+    monkeypatch.setattr(kernels, "__path__", [])                            # it is not installed
+    assert not hasattr(kernels, "Mode") and not hasattr(kernels, "__wrapped__")
+
+
 @pytest.mark.parametrize("block", ["", "sys.modules['triton'] = None; "])
 def test_kernels_import_without_a_gpu_or_triton(block):                     # E01
     code = (f"import sys; {block}import dspine, torch; assert 'kernels' not in sys.modules; "
